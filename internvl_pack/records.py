@@ -1,0 +1,80 @@
+"""The words of the package as frozen dataclasses: what planning knows, without pixels or tensors.
+
+    sample    one conversation with its images, as the user wrote it
+    record    what planning knows of a sample: id, tokens, tiles, where it may be cut
+    fragment  a part of a sample after splitting; most samples are one fragment
+    segment   a fragment's place in a pack: one attention span, positions restart at 0
+    pack      the segments that share one row
+    tile      one image_size x image_size crop, one row of `pixel_values`; a thumbnail is a tile
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of a sample's tokens as splitting sees it.
+
+    `num_tiles > 0` marks an image's block (`<img>`, context tokens, `</img>`), which is never cut.
+    `ends_turn` marks a turn border after the span, where a cut is preferred.
+    """
+
+    num_tokens: int
+    num_tiles: int = 0
+    ends_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What planning knows of a sample.
+
+    `spans` cover its tokens in order (their sums are `num_tokens` and `num_tiles`); empty means
+    one run of text without tiles. The first `num_system_tokens` tokens are the system turn.
+    """
+
+    sample_id: str
+    num_tokens: int
+    num_tiles: int = 0
+    num_loss_tokens: int = 0
+    spans: tuple[Span, ...] = ()
+    num_system_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Part `index` of `count` of a sample: tokens [token_start, token_stop), tiles [tile_start, tile_stop).
+
+    `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context.
+    `position` is the sample's place in the epoch's order; (position, index) identifies the fragment
+    within an epoch, and is all that a saved state keeps of it.
+    """
+
+    position: int
+    sample_id: str
+    index: int
+    count: int
+    token_start: int
+    token_stop: int
+    tile_start: int
+    tile_stop: int
+    num_prefix_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it takes in a row, repeated prefix included, before any alignment."""
+        return self.num_prefix_tokens + self.token_stop - self.token_start
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_stop - self.tile_start
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.position, self.index
+
+
+def whole(record: Record, position: int = 0) -> Fragment:
+    """The single fragment of a sample that is not split."""
+    return Fragment(position, record.sample_id, 0, 1, 0, record.num_tokens, 0, record.num_tiles)

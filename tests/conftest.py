@@ -1,0 +1,35 @@
+"""Fixtures shared by the whole suite: the demo data and a tokenizer trained on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "shell" / "data" / "demo"
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    return DEMO
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The hostile cases and larger data kept beside the repository; tests that read it skip without it."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the shared folder beside the repository")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+
+    return tiny_tokenizer(conversation_texts(DEMO / "demo.jsonl"))
