@@ -1,11 +1,11 @@
 """The words of the package as frozen dataclasses: what planning knows, without pixels or tensors.
 
-    sample    one conversation with its images, as the user wrote it
-    record    what planning knows of a sample: id, tokens, tiles, where it may be cut
-    fragment  a part of a sample after splitting; most samples are one fragment
-    segment   a fragment's place in a pack: one attention span, positions restart at 0
-    pack      the segments that share one row
-    tile      one image_size x image_size crop, one row of `pixel_values`; a thumbnail is a tile
+sample    one conversation with its images, as the user wrote it
+record    what planning knows of a sample: id, tokens, tiles, where it may be cut
+fragment  a part of a sample after splitting; most samples are one fragment
+segment   a fragment's place in a pack: one attention span, positions restart at 0
+pack      the segments that share one row
+tile      one image_size x image_size crop, one row of `pixel_values`; a thumbnail is a tile
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Fragment:
     """Part `index` of `count` of a sample: tokens [token_start, token_stop), tiles [tile_start, tile_stop).
 
     `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context.
+    `num_context_tokens` is 1 where the cut falls inside a run of text: the token before the cut is
+    repeated, unsupervised, so that the first token's target has something to be predicted from.
     `position` is the sample's place in the epoch's order; (position, index) identifies the fragment
     within an epoch, and is all that a saved state keeps of it.
     """
@@ -60,11 +62,12 @@ class Fragment:
     tile_start: int
     tile_stop: int
     num_prefix_tokens: int = 0
+    num_context_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it takes in a row, repeated prefix included, before any alignment."""
-        return self.num_prefix_tokens + self.token_stop - self.token_start
+        """Tokens it takes in a row, repeated ones included, before any alignment."""
+        return self.num_prefix_tokens + self.num_context_tokens + self.token_stop - self.token_start
 
     @property
     def num_tiles(self) -> int:
