@@ -1,0 +1,1 @@
+"""Which fragments share a row: budgets, packers, splitting, bounds, simulation. Imports neither torch nor transformers."""

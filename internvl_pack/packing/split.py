@@ -1,0 +1,243 @@
+"""Cut samples that do not fit into a pack.
+
+Where the cuts fall: as few as possible inside a turn, then as few fragments as possible, then fragments
+of even length. An image's block is never cut. Every token and tile of the sample lands in exactly one
+fragment, in order.
+
+Why the search is exact although it only keeps the furthest reach: whatever can follow position p can,
+shortened at its front, also follow any later position, so among all ways to use `f` fragments and `t`
+cuts inside turns only the one that reaches furthest matters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from internvl_pack.errors import SampleError, UserError
+from internvl_pack.packing.budget import Budget
+from internvl_pack.records import Fragment, Record, Span, whole
+
+OVERSIZE = ("split", "truncate", "drop", "error")
+
+
+def split(
+    record: Record,
+    position: int,
+    budget: Budget,
+    *,
+    oversize: str = "split",
+    max_segment_tokens: int | None = None,
+    repeat_system_prompt: bool = False,
+) -> list[Fragment]:
+    """The fragments of a sample: itself where it fits, else as `oversize` says.
+
+    Args:
+        record: its `spans` say where images lie and turns end. Without spans a sample without tiles is
+            one run of text; one with tiles cannot be cut.
+        position: the sample's place in the epoch's order, copied into the fragments.
+        oversize: what to do with a sample that exceeds the budget:
+            `split` at turn borders, else between tokens of text; `truncate` to the longest prefix that
+            fits (tokens after it are not trained, see `truncated_tokens`); `drop` it; `error`.
+        max_segment_tokens: a limit on one fragment's tokens besides the budget's, such as the model's
+            longest position.
+        repeat_system_prompt: begin every fragment but the first with the system turn's tokens
+            (`num_prefix_tokens`, counted in the budget). Not done for a sample whose system turn holds an
+            image, takes over half of the budget, or leaves no room for one of its images.
+
+    Raises:
+        SampleError: `sample_empty`, `oversized_dropped`, `oversized_error` (the caller turns this one
+            into the end of the run), or `image_exceeds_budget`: one image alone is too large to be kept.
+        UserError: an unknown `oversize`, or `max_segment_tokens` below 1.
+    """
+    if oversize not in OVERSIZE:
+        raise UserError(f"oversize is {oversize!r}: choose one of {', '.join(OVERSIZE)}")
+    if max_segment_tokens is not None and max_segment_tokens < 1:
+        raise UserError(f"max_segment_tokens is {max_segment_tokens}: give at least 1 token, or None")
+    if record.num_tokens < 1:
+        raise SampleError("sample_empty", f"sample {record.sample_id} has no tokens")
+
+    room = budget.max_segment_tokens
+    if max_segment_tokens is not None:
+        room = min(room, max_segment_tokens)
+    if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
+        return [whole(record, position)]
+    size = (
+        f"sample {record.sample_id} has {record.num_tokens} tokens and {record.num_tiles} tiles, "
+        f"a pack holds {room} and {budget.max_tiles}"
+    )
+    if oversize == "drop":
+        raise SampleError("oversized_dropped", size)
+    if oversize == "error":
+        raise SampleError("oversized_error", f"{size}: raise the budget, or set oversize to split, truncate or drop")
+
+    layout = _Layout(record)
+    if oversize == "truncate":
+        stop = layout.reach(0, room, budget.max_tiles)
+        if stop == 0:
+            raise SampleError("image_exceeds_budget", size)
+        return [Fragment(position, record.sample_id, 0, 1, 0, stop, 0, layout.tiles_before(stop))]
+
+    if layout.largest_image_tokens > room or layout.largest_image_tiles > budget.max_tiles:
+        raise SampleError(
+            "image_exceeds_budget",
+            f"sample {record.sample_id} has an image of {layout.largest_image_tokens} tokens and "
+            f"{layout.largest_image_tiles} tiles, a pack holds {room} and {budget.max_tiles}",
+        )
+    prefix = 0
+    if repeat_system_prompt and _can_repeat(record, layout, room):
+        prefix = record.num_system_tokens
+    cuts = _choose_cuts(layout, room, room - prefix, budget.max_tiles)
+    return [
+        Fragment(
+            position,
+            record.sample_id,
+            index,
+            len(cuts) - 1,
+            start,
+            stop,
+            layout.tiles_before(start),
+            layout.tiles_before(stop),
+            num_prefix_tokens=prefix if index else 0,
+        )
+        for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+    ]
+
+
+def truncated_tokens(record: Record, fragments: list[Fragment]) -> int:
+    """Tokens of the sample that are in none of its fragments (`oversize="truncate"`)."""
+    return record.num_tokens - fragments[-1].token_stop
+
+
+def _can_repeat(record: Record, layout: _Layout, room: int) -> bool:
+    system = record.num_system_tokens
+    return 0 < system <= room // 2 and layout.tiles_before(system) == 0 and layout.largest_image_tokens <= room - system
+
+
+class _Layout:
+    """Where a sample may be cut: span starts, tiles before each, turn borders."""
+
+    def __init__(self, record: Record) -> None:
+        spans = record.spans or (Span(record.num_tokens, record.num_tiles),)
+        self.starts, self.tiles, self.images, self.borders = [0], [0], [], []
+        self.largest_image_tokens = self.largest_image_tiles = 0
+        for span in spans:
+            self.images.append(span.num_tiles > 0)
+            self.starts.append(self.starts[-1] + span.num_tokens)
+            self.tiles.append(self.tiles[-1] + span.num_tiles)
+            if span.num_tiles:
+                self.largest_image_tokens = max(self.largest_image_tokens, span.num_tokens)
+                self.largest_image_tiles = max(self.largest_image_tiles, span.num_tiles)
+            if span.ends_turn:
+                self.borders.append(self.starts[-1])
+        self.num_tokens = self.starts[-1]
+        assert self.num_tokens == record.num_tokens and self.tiles[-1] == record.num_tiles, (
+            f"the spans of {record.sample_id} do not add up to its tokens and tiles"
+        )
+        if not self.borders or self.borders[-1] != self.num_tokens:
+            self.borders.append(self.num_tokens)  # the end is as good a place as any border
+
+    def _span_at(self, token: int) -> int:
+        """The span that holds `token`; a position between two spans belongs to the later one."""
+        return bisect_right(self.starts, token, hi=len(self.starts) - 1) - 1
+
+    def tiles_before(self, token: int) -> int:
+        """Tiles of the images that begin before `token`, which lies at a permitted cut."""
+        span = self._span_at(token)
+        return self.tiles[span + 1] if token == self.starts[span + 1] else self.tiles[span]
+
+    def down(self, token: int) -> int:
+        """The last permitted cut at or before `token`."""
+        span = self._span_at(token)
+        return self.starts[span] if self.images[span] and token < self.starts[span + 1] else token
+
+    def up(self, token: int) -> int:
+        """The first permitted cut at or after `token`."""
+        span = self._span_at(token)
+        return self.starts[span + 1] if self.images[span] and token > self.starts[span] else token
+
+    def reach(self, start: int, max_tokens: int, max_tiles: int) -> int:
+        """The last permitted cut of a fragment that begins at `start`; `start` when nothing fits."""
+        last = bisect_right(self.tiles, self.tiles_before(start) + max_tiles) - 1
+        return self.down(min(start + max_tokens, self.starts[last]))
+
+    def reach_back(self, stop: int, max_tokens: int, max_tiles: int) -> int:
+        """The first permitted cut from which a fragment may run to `stop`."""
+        first = bisect_left(self.tiles, self.tiles_before(stop) - max_tiles)
+        return self.up(max(stop - max_tokens, self.starts[first]))
+
+    def border_up(self, token: int) -> int:
+        """The first turn border at or after `token`; the sample's end counts as one."""
+        return self.borders[bisect_left(self.borders, token)]
+
+    def border_nearest(self, token: int, first: int, last: int) -> int | None:
+        """The turn border nearest to `token` among those in [first, last]."""
+        lo, hi = bisect_left(self.borders, first), bisect_right(self.borders, last)
+        place = bisect_left(self.borders, token, lo, hi)
+        near = self.borders[max(lo, place - 1) : min(hi, place + 1)]
+        return min(near, key=lambda border: abs(border - token)) if near else None
+
+    def cut_nearest(self, token: int, first: int, last: int) -> int:
+        """The permitted cut nearest to `token` in [first, last], which are permitted cuts."""
+        token = min(max(token, first), last)
+        down, up = self.down(token), self.up(token)
+        return down if down >= first and (token - down <= up - token or up > last) else up
+
+
+def _choose_cuts(layout: _Layout, first_room: int, room: int, max_tiles: int) -> list[int]:
+    """Cut positions, 0 and the end included: fewest cuts inside turns, then fewest fragments, then even.
+
+    `first_room` tokens fit into the first fragment and `room` into each later one; every image fits
+    into both.
+    """
+    tails, inside, count = _plan(layout, first_room, room, max_tiles)
+    prefix = first_room - room
+    cuts = [0]
+    for left in range(count - 1, 0, -1):  # fragments after the one that ends at the next cut
+        start = cuts[-1]
+        rest = layout.num_tokens - start
+        even = start + rest // (left + 1) if start else (rest + prefix * left) // (left + 1)
+        stop = layout.reach(start, room if start else first_room, max_tiles)
+        candidates = []
+        if (
+            left <= len(tails[inside])
+            and (at := layout.border_nearest(even, tails[inside][left - 1], stop)) is not None
+        ):
+            candidates.append((abs(at - even), 0, at))
+        if inside and left <= len(tails[inside - 1]) and tails[inside - 1][left - 1] <= stop:
+            at = layout.cut_nearest(even, tails[inside - 1][left - 1], stop)
+            candidates.append((abs(at - even), 1, at))
+        _, used, cut = min(candidates)
+        assert start < cut < layout.num_tokens, "a fragment without tokens"
+        inside -= used
+        cuts.append(cut)
+    cuts.append(layout.num_tokens)
+    return cuts
+
+
+def _plan(layout: _Layout, first_room: int, room: int, max_tiles: int) -> tuple[list[list[int]], int, int]:
+    """(tails, cuts inside turns, fragments) of the best way to split.
+
+    tails[t][f - 1] is the earliest start of a tail of at most `f` fragments with at most `t` cuts inside
+    turns between them.
+    """
+    tails: list[list[int]] = []
+    while True:
+        shorter = tails[-1] if tails else []
+        row: list[int] = []
+        tails.append(row)
+        row.append(layout.reach_back(layout.num_tokens, room, max_tiles))
+        while True:
+            start = layout.reach_back(layout.border_up(row[-1]), room, max_tiles)
+            if len(row) <= len(shorter):
+                start = min(start, layout.reach_back(shorter[len(row) - 1], room, max_tiles))
+            if start >= row[-1] and len(row) >= len(shorter):
+                break
+            row.append(start)
+            if start == 0:
+                break
+        inside = len(tails) - 1
+        for fragments in range(1, max(len(row), len(shorter)) + 1):
+            cuts = [layout.border_up(row[fragments - 1])] if fragments <= len(row) else []
+            cuts += [shorter[fragments - 1]] if fragments <= len(shorter) else []
+            if cuts and layout.reach_back(min(cuts), first_room, max_tiles) == 0:
+                return tails, inside, fragments + 1
