@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import cycle, islice
 
 import pytest
 
@@ -139,8 +139,7 @@ def global_sequence(topology: Topology, num_packs: int) -> list[tuple[int, int]]
         batches = []
         for rank in range(topology.num_ranks):
             if (rank, worker) not in readers:
-                lanes = topology.reader_lanes(rank, worker)
-                readers[rank, worker] = iter(lane for _ in range(num_packs) for lane in lanes)
+                readers[rank, worker] = cycle(topology.reader_lanes(rank, worker))
             batches.append(list(islice(readers[rank, worker], topology.packs_per_batch)))
         for place in range(topology.packs_per_batch):
             for rank in range(topology.num_ranks):
