@@ -1,0 +1,76 @@
+"""The command `internvl-pack`: finds a command's module by its name and runs it.
+
+A command is a module `internvl_pack/commands/<name>.py` (`_` for `-`) with `HELP: str`, `configure(parser)` and
+`run(args) -> int`. Only the chosen one is imported in full; the list of `--help` reads each module's HELP without
+importing it, so that help stays quick although commands import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from internvl_pack.errors import UserError
+
+COMMANDS = Path(__file__).resolve().parent / "commands"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 fine, 1 the command found something wrong, 2 a user's mistake."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    helps = command_helps()
+    parser = argparse.ArgumentParser(
+        prog="internvl-pack", description="Exact, resumable sequence packing for vision-language training."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    module = None
+    for name, text in helps.items():
+        wanted = name == chosen
+        subparser = commands.add_parser(name, help=text, description=text, add_help=wanted)
+        if wanted:
+            module = importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}")
+            module.configure(subparser)
+    args = parser.parse_args(argv)
+    assert module is not None, "argparse accepts known commands only"
+    try:
+        code = module.run(args)
+        sys.stdout.flush()  # a closed pipe shows here, not after the interpreter has gone
+        return code
+    except UserError as error:
+        print(f"internvl-pack: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("internvl-pack: interrupted", file=sys.stderr)
+        return 130
+
+
+def command_helps() -> dict[str, str]:
+    """Name and one line of help of every command, in alphabetical order, without importing any."""
+    helps = {}
+    for path in sorted(COMMANDS.glob("*.py")):
+        if not path.stem.startswith("_"):
+            helps[path.stem.replace("_", "-")] = _help_of(path)
+    return helps
+
+
+def _help_of(path: Path) -> str:
+    """The string that a module assigns to HELP."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "HELP" for target in targets):
+                return ast.literal_eval(node.value)
+    raise AssertionError(f"{path.name} has no HELP")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

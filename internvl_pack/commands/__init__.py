@@ -1,0 +1,1 @@
+"""The commands of `internvl-pack`, one module each: HELP, configure(parser), run(args) -> exit code."""
