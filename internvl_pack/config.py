@@ -1,0 +1,85 @@
+"""`PackingConfig`: the options that decide which samples share a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UserError
+from .packing.budget import Budget
+from .packing.split import OVERSIZE
+
+ON_ERROR = ("skip", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """What decides which samples share a row. A saved run can only go on with the same values.
+
+    Attributes:
+        max_packed_tokens: tokens of a row.
+        num_images_expected: tiles of a row, thumbnails included (InternVL's name).
+        max_seq_length: tokens of one segment; longer samples follow `oversize`. None: `max_packed_tokens`.
+        max_buffer_size: records of look-ahead a lane.
+        packing_policy: `subset_sum`, `greedy` or `next_fit`; see packing/.
+        oversize: `split`, `truncate`, `drop` or `error`.
+        repeat_system_prompt: fragments after the first begin with the sample's system turn, untrained.
+        max_attention_cost: sum of squared segment lengths of a row, or None.
+        pad_to_multiple_of: tokens; each segment's length is rounded up to it inside the budget.
+        balance_reservoir: packs a lane holds back so that all ranks emit packs of like cost; 0 is off.
+        num_lanes: logical streams; None derives them from the data, see `auto_lanes`.
+        packing: False gives one sample a row, for the padded comparison.
+        seed: of the order.
+        shuffle, replacement, use_data_resampling: see sources/mixture.py.
+        on_error: `skip` counts a bad sample and goes on, `stop` ends the run with its reason.
+        max_bad_fraction: the share of bad samples above which the run stops.
+    """
+
+    max_packed_tokens: int = 8192
+    num_images_expected: int = 40
+    max_seq_length: int | None = None
+    max_buffer_size: int = 64
+    packing_policy: str = "subset_sum"
+    oversize: str = "split"
+    repeat_system_prompt: bool = False
+    max_attention_cost: int | None = None
+    pad_to_multiple_of: int = 1
+    balance_reservoir: int = 0
+    num_lanes: int | None = None
+    packing: bool = True
+    seed: int = 42
+    shuffle: bool = True
+    replacement: bool = False
+    use_data_resampling: bool = False
+    on_error: str = "skip"
+    max_bad_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.oversize not in OVERSIZE:
+            raise UserError(f"oversize {self.oversize!r} is unknown: use one of {', '.join(OVERSIZE)}")
+        if self.on_error not in ON_ERROR:
+            raise UserError(f"on_error {self.on_error!r} is unknown: use one of {', '.join(ON_ERROR)}")
+        if self.max_buffer_size < 1:
+            raise UserError(f"max_buffer_size is {self.max_buffer_size}: give at least 1 record of look-ahead")
+        if self.max_seq_length is not None and self.max_seq_length < 1:
+            raise UserError(f"max_seq_length is {self.max_seq_length}: give at least 1 token")
+        if not 0.0 <= self.max_bad_fraction <= 1.0:
+            raise UserError(f"max_bad_fraction is {self.max_bad_fraction}: give a share between 0 and 1")
+        self.budget()
+
+    def budget(self) -> Budget:
+        return Budget(
+            self.max_packed_tokens, self.num_images_expected, self.max_attention_cost, self.pad_to_multiple_of
+        )
+
+
+def auto_lanes(num_positions: int, num_ranks: int = 1, num_workers: int = 0, packs_per_batch: int = 1) -> int:
+    """Lanes for an epoch of `num_positions` samples: a power of two, at most 64, with 512 samples or more each.
+
+    Each lane ends an epoch with one half-filled pack, so small data wants few. Where ranks x workers x
+    packs a batch does not divide that number, the next multiple of it.
+    """
+    lanes = 1
+    while lanes < 64 and num_positions >= 2 * lanes * 512:
+        lanes *= 2
+    readers = num_ranks * max(1, num_workers) * packs_per_batch
+    return -(-lanes // readers) * readers

@@ -1,0 +1,275 @@
+"""`PackLoader`: packs in the global order, with a state that counts what was delivered.
+
+torchdata's StatefulDataLoader moves the data; the state is ours, because its own belongs to one number
+of workers. Every row carries its lane's state after it, and handing the row to the training loop
+commits that state: what workers have prefetched never counts. States of all ranks merge into one, and
+any topology whose readers divide the lanes goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .collate import filler_row, is_filler, packed_collate_fn
+from .config import auto_lanes
+from .dataset import STATE_VERSION, PackedDataset, check_state
+from .errors import UserError
+from .lanes import Topology
+from .report.ledger import Ledger
+
+_EPOCH, _FIRST_PACK, _RESUMED = range(3)
+
+
+class _Feed(IterableDataset):
+    """What a worker runs: its lanes' rows for ever, aligned with the global order."""
+
+    def __init__(self, dataset: PackedDataset, num_workers: int, packs_per_batch: int) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.packs_per_batch = packs_per_batch
+        # In shared memory, so that workers that stay alive see the next epoch.
+        self.control = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self.states: Mapping[str, Any] = {}
+
+    def topology(self) -> Topology:
+        return Topology(
+            num_lanes=self.dataset.num_lanes,
+            num_ranks=self.dataset.world_size,
+            num_workers=self.num_workers,
+            packs_per_batch=self.packs_per_batch,
+            first_pack=int(self.control[_FIRST_PACK]),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        lanes = self.topology().reader_lanes(self.dataset.rank, worker.id if worker else 0)
+        states = self.states if self.control[_RESUMED] else {}
+        return self.dataset.read_lanes(lanes, int(self.control[_EPOCH]), states)
+
+
+class PackLoader(StatefulDataLoader):
+    """Batches of packs of one rank. Build it with `build_loader`.
+
+    Iterating gives one epoch (`set_epoch`). Batches are dicts of `packed_collate_fn`; a batch whose
+    lanes have ended while others go on has no sample and weighs zero, so that ranks stay in step.
+
+    Attributes:
+        ledger: what happened to every sample of this rank's lanes in this epoch, as delivered.
+        events: samples that left since `take_events` was last called.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        packs_per_batch: int = 1,
+        num_workers: int = 0,
+        collate_fn: Callable[..., dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.packed_dataset = dataset
+        if dataset.config.num_lanes is None:
+            dataset.num_lanes = auto_lanes(dataset.num_positions, dataset.world_size, num_workers, packs_per_batch)
+        self._feed = _Feed(dataset, num_workers, packs_per_batch)
+        self._feed.topology()  # refuse a count that does not divide the lanes before anything starts
+        self._states: dict[str, Any] = {}
+        self._first_pack = 0
+        self._num_batches = 0
+        self._resumed = False
+        self._events: list[dict[str, Any]] = []
+        super().__init__(
+            self._feed,
+            batch_size=packs_per_batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn or packed_collate_fn,
+            # Our feed has no state of its own; asking for it at every step would be wasted.
+            snapshot_every_n_steps=2**31,
+            **options,
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self.packed_dataset.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.packed_dataset.epoch:
+            self._states, self._first_pack, self._num_batches, self._resumed = {}, 0, 0, False
+        self.packed_dataset.set_epoch(epoch)
+
+    @property
+    def global_packs(self) -> int:
+        """Packs of the global sequence that all ranks in step have delivered in this epoch."""
+        return self._first_pack + self._num_batches * self.packed_dataset.world_size * self._feed.packs_per_batch
+
+    # -- iteration -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._resumed:
+            self._states, self._first_pack, self._num_batches = {}, 0, 0
+        self._feed.states = dict(self._states)
+        self._feed.control[_EPOCH] = self.epoch
+        self._feed.control[_FIRST_PACK] = self._first_pack
+        self._feed.control[_RESUMED] = int(self._resumed)
+        self._resumed = False
+        return self._batches(super().__iter__())
+
+    def _batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        readers = self._feed.topology().num_readers
+        ended: set[int] = set()
+        held: list[dict[str, Any]] = []  # empty batches: delivered only if data follows them
+        for number, batch in enumerate(batches):
+            if not is_filler(batch):
+                for empty in held:
+                    yield self._deliver(empty)
+                held = []
+                yield self._deliver(batch)
+                continue
+            held.append(batch)
+            if all(row.exhausted for row in batch["rows"]):
+                ended.add(number % readers)
+            self._raise_fatal(batch)
+            if len(ended) == readers:
+                break
+        for empty in held:
+            self._commit(empty)
+
+    def _deliver(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self._raise_fatal(batch)
+        self._commit(batch)
+        self._num_batches += 1
+        batch.pop("rows")
+        return batch
+
+    def _commit(self, batch: dict[str, Any]) -> None:
+        for row in batch["rows"]:
+            self._states[str(row.lane)] = row.state
+            self._events.extend(
+                {**event, "epoch": self.epoch, "lane": row.lane, "turn": row.turn} for event in row.events
+            )
+
+    @staticmethod
+    def _raise_fatal(batch: dict[str, Any]) -> None:
+        for row in batch["rows"]:
+            if row.fatal:
+                raise UserError(row.fatal)
+
+    def filler_batch(self) -> dict[str, Any]:
+        """A batch without samples, counted as delivered: what this rank does while others still have data."""
+        batch = self.collate_fn([filler_row()])
+        batch.pop("rows")
+        self._num_batches += 1
+        return batch
+
+    # -- what happened ---------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        merged = Ledger()
+        for state in self._states.values():
+            lane = Ledger()
+            lane.load_state_dict(state["ledger"])
+            merged = merged.merged(lane)
+        return merged
+
+    def take_events(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part; `merge_states` joins the ranks' (docs/resume.md has the schema)."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "global_packs": self.global_packs,
+            "options": self.packed_dataset.fingerprint(),
+            "lanes": dict(self._states),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, check_options: bool = True) -> None:
+        """Go on after a merged state (or one of a single rank) at the next iteration, on any topology.
+
+        Raises:
+            UserError: another version, other options (named), or the state of a part of the ranks only.
+        """
+        self.packed_dataset.adopt_lanes(state)
+        check_state(state, self.packed_dataset.fingerprint() if check_options else None)
+        self._iterator = None  # workers that are alive know nothing of the new state
+        self.packed_dataset.set_epoch(state["epoch"])
+        self._states = dict(state["lanes"])
+        self._first_pack, self._num_batches = state["global_packs"], 0
+        self._resumed = True
+        Topology(  # refuse before the first batch
+            num_lanes=self.packed_dataset.num_lanes,
+            num_ranks=self.packed_dataset.world_size,
+            num_workers=self._feed.num_workers,
+            packs_per_batch=self._feed.packs_per_batch,
+            first_pack=self._first_pack,
+        )
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the run from the states of its ranks, saved at the same step.
+
+    Raises:
+        UserError: they are not of the same step.
+    """
+    states = list(states)
+    merged = {**states[0], "lanes": {}}
+    for state in states:
+        for key in ("version", "epoch", "global_packs"):
+            if state[key] != merged[key]:
+                raise UserError(f"resume: ranks saved different {key}: {merged[key]} and {state[key]}")
+        merged["lanes"].update(state["lanes"])
+    return merged
+
+
+def build_loader(
+    dataset: PackedDataset,
+    *,
+    packs_per_batch: int = 1,
+    num_workers: int = 0,
+    loss_reduction: str = "token",
+    pad_to: int | None = None,
+    pin_memory: bool = False,
+    persistent_workers: bool = False,
+    prefetch_factor: int | None = None,
+    timeout: float = 0,
+) -> PackLoader:
+    """The loader over `dataset` with `packed_collate_fn` set up from its encoder.
+
+    Args:
+        packs_per_batch: packs flattened into one row.
+        num_workers: reader processes; ranks x workers x packs_per_batch must divide the lanes.
+        loss_reduction: `token`, `sample` or `square`.
+        pad_to: pad each row to this many tokens (strict mode).
+        pin_memory, persistent_workers, prefetch_factor, timeout: as torch's DataLoader.
+
+    Raises:
+        UserError: the readers do not divide the lanes; lists the counts that do.
+    """
+    collate = partial(
+        packed_collate_fn,
+        pad_token_id=dataset.encoder.pad_token_id,
+        image_size=dataset.encoder.config.image_size,
+        loss_reduction=loss_reduction,
+        pad_to=pad_to,
+    )
+    return PackLoader(
+        dataset,
+        packs_per_batch=packs_per_batch,
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        persistent_workers=persistent_workers,
+        prefetch_factor=prefetch_factor,
+        timeout=timeout,
+    )

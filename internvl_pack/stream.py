@@ -1,0 +1,219 @@
+"""`LaneStream`: one lane of one epoch, from positions to rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .collate import PackRow, Segment
+from .encode.sample import Encoded
+from .errors import SampleError, UserError
+from .loss import IGNORE_INDEX
+from .packing.packer import LanePacker
+from .packing.split import split
+from .records import Fragment
+from .report.ledger import Ledger
+from .sources.mixture import Mixture
+
+if TYPE_CHECKING:
+    from .dataset import PackedDataset
+
+ALL_BAD_ROWS = 16  # rows of one dataset in one lane, all bad: nothing in it loads
+
+
+class LaneStream:
+    """One lane of one epoch: reads its positions, packs them, and hands out rows in turn."""
+
+    def __init__(self, dataset: PackedDataset, lane: int, epoch: int, mixture: Mixture) -> None:
+        config = dataset.config
+        self.dataset = dataset
+        self.lane = lane
+        self.epoch = epoch
+        self.mixture = mixture
+        self.budget = config.budget()
+        self.packer = LanePacker(
+            self.budget,
+            policy=config.packing_policy,
+            buffer_size=config.max_buffer_size if config.packing else 1,
+            reservoir=config.balance_reservoir,
+        )
+        self.cursor = 0  # positions of the lane already read
+        self.turns = 0
+        self.ledger = Ledger()
+        self.ended = False
+        self._encoded: dict[int, Encoded] = {}
+        self._outstanding: Counter[int] = Counter()  # fragments waiting, by position
+        self._events: list[dict[str, Any]] = []
+        self._outcomes: dict[int, list[int]] = {}  # dataset -> [good, bad] rows of this lane
+        self._fatal: str | None = None
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _position(self) -> int | None:
+        position = self.lane + self.cursor * self.dataset.num_lanes
+        return position if position < len(self.mixture) else None
+
+    def _load(self, position: int) -> tuple[Encoded, list[Fragment]]:
+        """The sample at a position, encoded and cut. Raises SampleError."""
+        which, row = self.mixture.locate(position)
+        source, spec = self.dataset.sources[which], self.dataset.specs[which]
+        encoded = self.dataset.encoder.encode(source.read(row), spec)
+        config = self.dataset.config
+        fragments = split(
+            encoded.record,
+            position,
+            self.budget,
+            oversize=config.oversize,
+            max_segment_tokens=config.max_seq_length,
+            repeat_system_prompt=config.repeat_system_prompt,
+        )
+        return encoded, fragments
+
+    def _read_next(self, position: int) -> None:
+        self.cursor += 1
+        which, row = self.mixture.locate(position)
+        try:
+            encoded, fragments = self._load(position)
+        except SampleError as error:
+            self._leave(self.dataset.sources[which].sample_id(row), error, which, num_tokens=0)
+            return
+        self._outcome(which, good=True)
+        self.ledger.read(encoded.record, fragments)
+        self._encoded[position] = encoded
+        self._outstanding[position] = len(fragments)
+        for fragment in fragments:
+            self.packer.add(fragment)
+
+    def _fill(self) -> None:
+        while not self.packer.full and (position := self._position()) is not None and self._fatal is None:
+            self._read_next(position)
+
+    # -- handing out -----------------------------------------------------------------------------
+
+    def take_turn(self) -> PackRow:
+        """The lane's next pack; without segments once it has ended."""
+        segments: list[Segment] = []
+        while not segments and not self.ended and self._fatal is None:
+            self._fill()
+            if not self.packer.waiting:
+                self.ended = self._fatal is None
+                break
+            pack = self.packer.pop()
+            segments = [s for f in pack if (s := self._materialise(f)) is not None]
+        self.turns += 1
+        events, self._events = self._events, []
+        return PackRow(segments, self.lane, self.turns - 1, self.state_dict(), events, fatal=self._fatal)
+
+    def _materialise(self, fragment: Fragment) -> Segment | None:
+        """A fragment with its pixels, or None (counted) where they cannot be decoded."""
+        encoded = self._encoded[fragment.position]
+        self._outstanding[fragment.position] -= 1
+        if not self._outstanding[fragment.position]:
+            del self._outstanding[fragment.position], self._encoded[fragment.position]
+        try:
+            tiles = self.dataset.encoder.decode(encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch)
+        except SampleError as error:
+            which, _ = self.mixture.locate(fragment.position)
+            self._leave(fragment.sample_id, error, which, fragment=fragment)
+            return None
+        self.ledger.pack(fragment)
+        return make_segment(encoded, fragment, tiles)
+
+    # -- samples that leave ------------------------------------------------------------------------
+
+    def _leave(self, sample_id: str, error: SampleError, which: int, **where: Any) -> None:
+        self.ledger.quarantine(error.reason, **where)
+        self._events.append({"id": sample_id, "reason": error.reason, "detail": error.detail})
+        outcome = self._outcome(which, good=False)
+        if self.dataset.config.on_error == "stop" or error.reason == "oversized_error":
+            self._fatal = f"{sample_id}: {error}"
+        elif outcome[0] == 0 and outcome[1] >= ALL_BAD_ROWS:
+            name = self.dataset.specs[which].name
+            self._fatal = f"dataset {name!r}: none of its first {outcome[1]} samples can be used; {sample_id}: {error}"
+
+    def _outcome(self, which: int, *, good: bool) -> list[int]:
+        outcome = self._outcomes.setdefault(which, [0, 0])
+        outcome[0 if good else 1] += 1
+        return outcome
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: what a restart needs, and no more."""
+        return {
+            "cursor": self.cursor,
+            "turns": self.turns,
+            "packer": self.packer.state_dict(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state`: only the records that wait are read again.
+
+        Raises:
+            UserError: a record that waited can no longer be read.
+        """
+        self.cursor = state["cursor"]
+        self.turns = state["turns"]
+        self.ledger.load_state_dict(state["ledger"])
+        self.packer.load_state_dict(state["packer"], _Waiting(self))
+        for fragment in self.packer.waiting:
+            self._outstanding[fragment.position] += 1
+
+
+class _Waiting(Mapping):
+    """Fragments by key, each sample read when it is first asked for."""
+
+    def __init__(self, stream: LaneStream) -> None:
+        self._stream = stream
+        self._fragments: dict[tuple[int, int], Fragment] = {}
+
+    def __getitem__(self, key: tuple[int, int]) -> Fragment:
+        key = (key[0], key[1])
+        if key not in self._fragments:
+            try:
+                encoded, fragments = self._stream._load(key[0])
+            except SampleError as error:
+                raise UserError(
+                    f"resume: a sample that waited in the saved state cannot be read again: {error}"
+                ) from None
+            self._stream._encoded[key[0]] = encoded
+            self._fragments.update({f.key: f for f in fragments})
+        return self._fragments[key]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._fragments)
+
+    def __len__(self) -> int:
+        return len(self._fragments)
+
+
+def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:
+    """The tokens, labels and tiles of one fragment; repeated tokens are not trained again."""
+    start, stop = fragment.token_start, fragment.token_stop
+    begin = start - fragment.num_context_tokens
+    ids, labels = encoded.input_ids[begin:stop], encoded.labels[begin:stop]
+    if fragment.num_context_tokens:
+        labels = labels.copy()
+        labels[: fragment.num_context_tokens] = IGNORE_INDEX
+    if fragment.num_prefix_tokens:
+        prefix = encoded.input_ids[: fragment.num_prefix_tokens]
+        ids = np.concatenate([prefix, ids])
+        labels = np.concatenate([np.full(len(prefix), IGNORE_INDEX, dtype=labels.dtype), labels])
+    per_image, first = [], 0
+    for image in encoded.images:
+        if fragment.tile_start <= first < fragment.tile_stop:
+            per_image.append(image.grid.num_tiles)
+        first += image.grid.num_tiles
+    return Segment(
+        fragment.sample_id,
+        (fragment.index, fragment.count),
+        ids,
+        labels,
+        tiles,
+        tuple(per_image),
+        encoded.record.num_loss_tokens,
+    )
