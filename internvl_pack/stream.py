@@ -93,26 +93,45 @@ class LaneStream:
 
     # -- handing out -----------------------------------------------------------------------------
 
+    def next_fragments(self) -> list[Fragment]:
+        """The fragments of the lane's next pack; empty once it has ended."""
+        self._fill()
+        if self._fatal is not None:
+            return []
+        if not self.packer.waiting:
+            self.ended = True
+            return []
+        return self.packer.pop()
+
     def take_turn(self) -> PackRow:
-        """The lane's next pack; without segments once it has ended."""
+        """The lane's next pack with its pixels; without segments once it has ended."""
         segments: list[Segment] = []
-        while not segments and not self.ended and self._fatal is None:
-            self._fill()
-            if not self.packer.waiting:
-                self.ended = self._fatal is None
-                break
-            pack = self.packer.pop()
+        while not segments and (pack := self.next_fragments()):
             segments = [s for f in pack if (s := self._materialise(f)) is not None]
         self.turns += 1
         events, self._events = self._events, []
         return PackRow(segments, self.lane, self.turns - 1, self.state_dict(), events, fatal=self._fatal)
 
-    def _materialise(self, fragment: Fragment) -> Segment | None:
-        """A fragment with its pixels, or None (counted) where they cannot be decoded."""
+    def count_packs(self) -> int:
+        """Packs to the lane's end, planned without decoding; the stream is used up."""
+        count = 0
+        while pack := self.next_fragments():
+            count += 1
+            for fragment in pack:
+                self._release(fragment)
+        return count
+
+    def _release(self, fragment: Fragment) -> Encoded:
+        """The fragment's sample; let go after its last fragment."""
         encoded = self._encoded[fragment.position]
         self._outstanding[fragment.position] -= 1
         if not self._outstanding[fragment.position]:
             del self._outstanding[fragment.position], self._encoded[fragment.position]
+        return encoded
+
+    def _materialise(self, fragment: Fragment) -> Segment | None:
+        """A fragment with its pixels, or None (counted) where they cannot be decoded."""
+        encoded = self._release(fragment)
         try:
             tiles = self.dataset.encoder.decode(encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch)
         except SampleError as error:

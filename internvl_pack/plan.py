@@ -1,0 +1,98 @@
+"""How many packs an epoch has: counted where that is quick, else estimated from a sample of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .dataset import PackedDataset
+from .errors import SampleError
+from .stream import LaneStream
+
+EXACT_SAMPLES = 20_000  # samples planned in full, over all epochs: some ten seconds
+ESTIMATE_SAMPLES = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """Length of the epochs of a run.
+
+    Attributes:
+        packs: packs of each epoch.
+        turns: global packs of each epoch, empty turns of lanes that end early included.
+        exact: whether they were counted (undecodable images aside) or estimated.
+    """
+
+    packs: tuple[float, ...]
+    turns: tuple[int, ...]
+    exact: bool
+
+    def steps(self, packs_per_step: int) -> int:
+        """Optimizer steps of all epochs, `packs_per_step` = ranks x packs a batch x accumulation."""
+        return sum(math.ceil(turns / packs_per_step) for turns in self.turns)
+
+
+def plan_epochs(
+    dataset: PackedDataset,
+    num_epochs: int,
+    *,
+    exact_samples: int = EXACT_SAMPLES,
+    progress: Callable[[int], None] | None = None,
+) -> EpochPlan:
+    """Packs of the first `num_epochs` epochs over all lanes of the run.
+
+    Every lane is planned as training will plan it when all epochs together hold at most
+    `exact_samples`; otherwise ESTIMATE_SAMPLES positions of epoch 0 give the mean tokens and tiles.
+
+    Args:
+        progress: called with the samples done since the last call.
+    """
+    if dataset.num_positions * num_epochs <= exact_samples:
+        return _count(dataset, num_epochs, progress)
+    return _estimate(dataset, num_epochs, progress)
+
+
+def _count(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], None] | None) -> EpochPlan:
+    packs, turns = [], []
+    for epoch in range(num_epochs):
+        mixture = dataset.mixture(epoch)
+        counts = []
+        for lane in range(dataset.num_lanes):
+            stream = LaneStream(dataset, lane, epoch, mixture)
+            counts.append(stream.count_packs())
+            if progress:
+                progress(stream.cursor)
+        packs.append(sum(counts))
+        # The last pack of the fullest lane ends the epoch; lanes take turns until then.
+        longest = max(counts)
+        last_lane = max(lane for lane, count in enumerate(counts) if count == longest)
+        turns.append((longest - 1) * dataset.num_lanes + last_lane + 1 if longest else 0)
+    return EpochPlan(packs=tuple(packs), turns=tuple(turns), exact=True)
+
+
+def _estimate(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], None] | None) -> EpochPlan:
+    mixture = dataset.mixture(0)
+    budget = dataset.config.budget()
+    taken = min(ESTIMATE_SAMPLES, len(mixture))
+    tokens = tiles = good = 0
+    for i in range(taken):
+        which, row = mixture.locate(i * len(mixture) // taken)
+        if progress:
+            progress(1)
+        try:
+            record = dataset.encoder.encode(dataset.sources[which].read(row), dataset.specs[which]).record
+        except SampleError:
+            continue
+        good += 1
+        tokens += budget.aligned(record.num_tokens)
+        tiles += record.num_tiles
+    scale = len(mixture) / taken
+    if dataset.config.packing:
+        full = max(tokens / budget.max_tokens, tiles / max(1, budget.max_tiles)) * scale
+    else:
+        full = good * scale
+    # Each lane ends with a pack that is half full on average, and the fullest lane sets the length.
+    per_lane = full / dataset.num_lanes + 0.5
+    turns = math.ceil(per_lane) * dataset.num_lanes
+    return EpochPlan(packs=(per_lane * dataset.num_lanes,) * num_epochs, turns=(turns,) * num_epochs, exact=False)

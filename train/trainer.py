@@ -1,0 +1,329 @@
+"""The Hugging Face Trainer on packs.
+
+What it changes, and why:
+
+* Batches come from our loader, in the global order; accelerate neither shards nor dispatches them.
+* One small all-reduce a step, on the CPU, before the step: sum of loss weights (the normaliser), the
+  figures of the metrics, and whether any rank still has data. It is the only extra collective.
+* The loss is the sum of w*ce over the step divided by that normaliser, exact over ranks and accumulation.
+* A rank whose data has ended trains on rows without samples until all have: equal steps everywhere.
+* A checkpoint holds the state of all lanes (`packing_state.json`), written last: its presence marks the
+  checkpoint as complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+from internvl_pack.collate import is_filler
+from internvl_pack.errors import UserError
+from internvl_pack.loader import PackLoader, merge_states
+from internvl_pack.plan import EpochPlan, plan_epochs
+from internvl_pack.report.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+PACKING_STATE = "packing_state.json"
+MODEL_KEYS = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "loss_weight",
+    "cu_seqlens",
+    "max_seqlen",
+    "pixel_values",
+    "image_offsets",
+    "attention_mask",
+)
+_COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
+_VECTOR = ("loss_weight", "has_data", "capacity", *_COUNTS)
+
+
+class PackTrainer(Trainer):
+    """Trains a `PackedModel` on the batches of a `PackLoader`.
+
+    Args:
+        model: the packed model.
+        args: the training arguments.
+        loader: this rank's batches, packed or padded.
+        loss_reduction_all_gather: False normalises by each rank's own weights, as InternVL's scripts
+            do by default; the result then depends on how samples fell on ranks.
+        resume_ignore_options: go on from a checkpoint that was saved with other packing options.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: Any,
+        loader: PackLoader,
+        *,
+        loss_reduction_all_gather: bool = True,
+        resume_ignore_options: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model=model, args=args, **kwargs)
+        self.loader = loader
+        self.loss_reduction_all_gather = loss_reduction_all_gather
+        self.resume_ignore_options = resume_ignore_options
+        # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.metrics = StepMetrics(loader, args)
+        self.epoch_plan: EpochPlan | None = None
+        self.epoch_ledgers: list[Ledger] = []
+        self.seen_sample_ids: list[str] | None = None  # a list here collects the ids of every trained segment
+        self._group: dist.ProcessGroup | None = None
+        self._normalizer = 0.0
+        self.add_callback(_EpochControl(self))
+
+    # -- data ------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> PackLoader:
+        return self.loader
+
+    @property
+    def packs_per_step(self) -> int:
+        dataset = self.loader.packed_dataset
+        return dataset.world_size * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+
+    def set_initial_training_values(self, args: Any, dataloader: PackLoader, *_: Any) -> tuple[Any, ...]:
+        """Number of steps: `max_steps` where given, else counted or estimated from the data."""
+        if args.max_steps > 0:
+            num_epochs, total = sys.maxsize, args.max_steps
+            per_epoch = total
+        else:
+            num_epochs = math.ceil(args.num_train_epochs)
+            self.epoch_plan = self._shared_plan(num_epochs)
+            total = max(1, self.epoch_plan.steps(self.packs_per_step))
+            per_epoch = max(1, total // max(1, num_epochs))
+            logger.warning(
+                "%d optimizer steps in %d epochs (%s): %.0f packs of the first epoch, %d packs a step",
+                total,
+                num_epochs,
+                "counted" if self.epoch_plan.exact else "estimated; the run ends with the data, not at this number",
+                self.epoch_plan.packs[0],
+                self.packs_per_step,
+            )
+        batches = per_epoch * args.gradient_accumulation_steps
+        num_samples = self.loader.packed_dataset.num_positions
+        # The epoch ends when all ranks agree (get_batch_samples), so the loop itself has no limit.
+        return num_epochs, sys.maxsize, num_samples, num_samples, self.packs_per_step, batches, total
+
+    def _shared_plan(self, num_epochs: int) -> EpochPlan:
+        """Rank 0 counts, the others hear."""
+        plans: list[EpochPlan | None] = [None]
+        if self._rank == 0:
+            plans[0] = plan_epochs(self.loader.packed_dataset, num_epochs)
+        if self._world_size > 1:
+            dist.broadcast_object_list(plans, src=0, group=self._cpu_group())
+        assert plans[0] is not None
+        return plans[0]
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
+        """The step's batches and its normaliser; no batches once no rank has data left."""
+        started = time.perf_counter()
+        batches = []
+        for _ in range(self.args.gradient_accumulation_steps):
+            batch = next(epoch_iterator, None)
+            batches.append(batch if batch is not None else self.loader.filler_batch())
+        waited = time.perf_counter() - started
+        figures = self._reduce(batches)
+        if not figures["has_data"]:
+            self.control.should_epoch_stop = True
+            self._end_epoch()
+            return [], None
+        self.metrics.begin_step(figures, waited)
+        if self.seen_sample_ids is not None:
+            self.seen_sample_ids.extend(i for b in batches for i in b["sample_ids"] if not i.startswith("<"))
+        weights = figures["loss_weight"] if self.loss_reduction_all_gather else figures["own_loss_weight"]
+        scale = self._world_size if self.loss_reduction_all_gather else 1
+        # Gradients are averaged over ranks afterwards, hence the division. A step in which nothing is
+        # supervised has a zero sum: any normaliser gives zero.
+        self._normalizer = weights / scale if weights > 0 else 1.0
+        return batches, torch.tensor(self._normalizer, device=device)
+
+    def _reduce(self, batches: list[dict[str, Any]]) -> dict[str, float]:
+        """Sums over the ranks, and the slowest rank's modelled cost against the mean."""
+        own = {key: float(sum(b[key] for b in batches)) for key in _COUNTS}
+        own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
+        own["has_data"] = float(any(not is_filler(b) for b in batches))
+        own["capacity"] = self.metrics.capacity(batches)
+        vector = torch.zeros(len(_VECTOR) + self._world_size, dtype=torch.float64)
+        vector[: len(_VECTOR)] = torch.tensor([own[key] for key in _VECTOR], dtype=torch.float64)
+        vector[len(_VECTOR) + self._rank] = self.metrics.cost(batches)
+        if self._world_size > 1:
+            dist.all_reduce(vector, group=self._cpu_group())
+        values = vector.tolist()
+        figures = dict(zip(_VECTOR, values, strict=False))
+        costs = values[len(_VECTOR) :]
+        figures["balance"] = sum(costs) / len(costs) / max(costs) if max(costs) > 0 else 1.0
+        figures["own_loss_weight"] = own["loss_weight"]
+        return figures
+
+    def _end_epoch(self) -> None:
+        ledger = self.loader.ledger
+        if self._world_size > 1:
+            parts: list[Any] = [None] * self._world_size
+            dist.all_gather_object(parts, ledger.state_dict(), group=self._cpu_group())
+            ledger = Ledger()
+            for part in parts:
+                other = Ledger()
+                other.load_state_dict(part)
+                ledger = ledger.merged(other)
+        ledger.check()
+        self.epoch_ledgers.append(ledger)
+
+    # -- loss ------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """To the device without blocking; dtypes stay (DeepSpeed's own cast would round the loss weights)."""
+        return {
+            key: value.to(self.args.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
+            if key in MODEL_KEYS
+        }
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        normalizer = self._normalizer if num_items_in_batch is None else num_items_in_batch
+        outputs = model(**inputs, loss_normalizer=normalizer)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self.metrics.since_last_log())
+        super().log(logs, start_time)
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        states: list[Any] = [self.loader.state_dict()]
+        if self._world_size > 1:
+            states = [None] * self._world_size
+            dist.all_gather_object(states, self.loader.state_dict(), group=self._cpu_group())
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            write_json(folder / PACKING_STATE, merge_states(states))
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is None:
+            return 0, 0
+        path = Path(resume_from_checkpoint) / PACKING_STATE
+        if not path.is_file():
+            raise UserError(f"resume_from_checkpoint: {path} is missing: the checkpoint was not completed")
+        state = json.loads(path.read_text(encoding="utf-8"))
+        self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
+        return self.loader.epoch, 0
+
+    # -- ranks -----------------------------------------------------------------------------------------
+
+    @property
+    def _world_size(self) -> int:
+        return self.loader.packed_dataset.world_size
+
+    @property
+    def _rank(self) -> int:
+        return self.loader.packed_dataset.rank
+
+    def _cpu_group(self) -> dist.ProcessGroup:
+        """A gloo group: its small reductions do not wait for the device."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+
+class _EpochControl(TrainerCallback):
+    """Ends the run with the data, not with an estimated number of steps."""
+
+    def __init__(self, trainer: PackTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        trainer.metrics.end_step()
+        if trainer.epoch_plan is not None and state.global_step >= state.max_steps:
+            control.should_training_stop = False
+            state.max_steps = state.global_step + 1
+
+
+class StepMetrics:
+    """Figures of the steps since the last log, summed over ranks."""
+
+    def __init__(self, loader: PackLoader, args: Any) -> None:
+        self._config = loader.packed_dataset.config
+        self._tokens_per_tile = loader.packed_dataset.encoder.config.tokens_per_tile
+        self._ranks = loader.packed_dataset.world_size
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+        self._started = time.perf_counter()
+        self.total: dict[str, float] = {}
+        self.step_times: list[tuple[float, float]] = []  # (end of step in s, real tokens of the step)
+
+    def capacity(self, batches: list[dict[str, Any]]) -> float:
+        """Tokens that the step's rows could have held."""
+        if self._config.packing:
+            return float(sum(b["num_packs"] for b in batches) * self._config.max_packed_tokens)
+        return float(sum(b["num_tokens"] for b in batches))
+
+    def cost(self, batches: list[dict[str, Any]]) -> float:
+        """A rank's relative cost of a step: language tokens and vision tiles (each as its tokens before merging)."""
+        return float(sum(b["num_tokens"] + 4 * self._tokens_per_tile * b["num_tiles"] for b in batches))
+
+    def begin_step(self, figures: dict[str, float], waited: float) -> None:
+        self._now = figures | {"data_wait_s": waited}
+
+    def end_step(self) -> None:
+        for key, value in self._now.items():
+            self._sums[key] = self._sums.get(key, 0.0) + value
+            self.total[key] = self.total.get(key, 0.0) + value
+        self._steps += 1
+        self.total["steps"] = self.total.get("steps", 0.0) + 1
+        self.step_times.append((time.perf_counter(), self._now["num_real_tokens"]))
+
+    def since_last_log(self) -> dict[str, float]:
+        if not self._steps:
+            return {}
+        elapsed = time.perf_counter() - self._started
+        sums, steps = self._sums, self._steps
+        self._sums, self._steps, self._started = {}, 0, time.perf_counter()
+        tile_capacity = sums["num_packs"] * self._config.num_images_expected
+        return {
+            "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._ranks,
+            "samples_per_s": sums["num_samples"] / elapsed,
+            "tiles_per_s": sums["num_tiles"] / elapsed,
+            "token_fill": sums["num_real_tokens"] / max(1.0, sums["capacity"]),
+            "tile_fill": sums["num_tiles"] / max(1.0, tile_capacity),
+            "samples_per_pack": sums["num_samples"] / max(1.0, sums["num_packs"]),
+            "data_wait": sums["data_wait_s"] / elapsed,
+            "rank_balance": sums["balance"] / steps,
+        }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomically: a reader sees the old file or the whole new one."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    os.replace(temporary, path)
