@@ -1,0 +1,118 @@
+"""What a record's fields may look like: its conversation, its images, and which placeholder stands for which image.
+
+Every odd shape has one verdict, listed in docs/encoding.md. Nothing is repaired silently except what is listed there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from internvl_pack.encode.chat import Turn
+from internvl_pack.errors import SampleError
+
+PLACEHOLDER = "<image>"
+
+_ROLES = {"system": "system", "human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt"}
+
+#: A placeholder (or a run of them) at the border of a line: where annotations put images, and prose rarely puts a tag.
+_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
+
+
+def turns_of(data: Mapping) -> list[tuple[str, str]]:
+    """(role, text) of each turn, roles as "system", "human", "gpt".
+
+    Raises SampleError `no_conversation`, `turn_not_object`, `unknown_role`, `turn_value_not_text`, `system_turn_not_first`.
+    """
+    conversation = data.get("conversations")
+    if not isinstance(conversation, list) or not conversation:
+        raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
+    turns = []
+    for number, turn in enumerate(conversation, 1):
+        if not isinstance(turn, dict):
+            raise SampleError(
+                "turn_not_object", f"turn {number} is {_kind(turn)}, not an object with 'from' and 'value'"
+            )
+        name = turn["from"] if "from" in turn else turn.get("role")
+        role = _ROLES.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise SampleError(
+                "unknown_role", f"turn {number} has the role {_short(name)}: known are {', '.join(sorted(_ROLES))}"
+            )
+        if role == "system" and turns:
+            raise SampleError("system_turn_not_first", f"turn {number} is a system turn; only the first one may be")
+        turns.append((role, _text_of(turn["value"] if "value" in turn else turn.get("content"), number)))
+    return turns
+
+
+def image_names_of(data: Mapping) -> list[str]:
+    """The names in field `image`: a string, a list of strings, or nothing (absent, null, "", []).
+
+    Raises SampleError `image_field` for any other shape, and for a field `images`, which would be passed over.
+    """
+    if data.get("images"):
+        raise SampleError("image_field", "field 'images' is not read; name it 'image'")
+    names = data.get("image")
+    if names is None or names == "" or names == []:
+        return []
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, list):
+        raise SampleError("image_field", f"field 'image' is {_kind(names)}, not a string or a list of strings")
+    for number, name in enumerate(names, 1):
+        if not isinstance(name, str) or not name:
+            raise SampleError("image_field", f"entry {number} of field 'image' is {_kind(name)}, not a file name")
+    return names
+
+
+def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
+    """Cut the human turns where images stand.
+
+    `<image>` counts in human turns only. With as many as images, each is one, in order. With images and no `<image>`,
+    all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
+    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing.
+
+    Raises SampleError `placeholder_mismatch`.
+    """
+    human = [text for role, text in turns if role == "human"]
+    found = sum(text.count(PLACEHOLDER) for text in human)
+    if num_images == 0:
+        if found and any(_AT_LINE_BORDER.search(text) for text in human):
+            raise SampleError("placeholder_mismatch", f"{_counted(found, 'placeholder')} <image>, but no image")
+        return [Turn(role, (text,)) for role, text in turns]
+    if found == 0:
+        for index, (role, text) in enumerate(turns):
+            if role == "human":
+                turns = [*turns[:index], (role, f"{PLACEHOLDER}\n" * num_images + text), *turns[index + 1 :]]
+                break
+        else:
+            raise SampleError("placeholder_mismatch", f"{_counted(num_images, 'image')}, but no human turn to hold it")
+    elif found != num_images:
+        raise SampleError(
+            "placeholder_mismatch",
+            f"{_counted(found, 'placeholder')} <image> in human turns for {_counted(num_images, 'image')}",
+        )
+    return [Turn(role, tuple(text.split(PLACEHOLDER)) if role == "human" else (text,)) for role, text in turns]
+
+
+def _text_of(value, number: int) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)  # a count or a measure written without quotes
+    raise SampleError("turn_value_not_text", f"turn {number} has {_kind(value)} instead of text")
+
+
+def _kind(value) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", str: "an empty string"}
+    return names.get(type(value), f"the number {_short(value)}")
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,234 @@
+"""One raw sample to token ids, labels and planned images, without decoding a pixel.
+
+raw record -> turns (conversation.py) -> parts (chat.py) -> ids and labels (text.py)
+           -> image headers (images.py) -> grids (tiles.py) -> image blocks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from internvl_pack.encode.chat import Part, make_template, single_token
+from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
+from internvl_pack.encode.images import ImageLimits, decode_tiles, image_size_of
+from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
+from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
+from internvl_pack.errors import SampleError, UserError
+from internvl_pack.records import Record, Span
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeConfig:
+    """How samples become tokens and tiles.
+
+    conv_style: chat template, by its name in the registry of chat.py.
+    image_size: pixels along a tile's edge (force_image_size).
+    tokens_per_tile: context tokens a tile takes, see tiles.tokens_per_tile.
+    min_dynamic_patch, max_dynamic_patch: tiles an image is cut into, thumbnail aside; several images of a sample share
+        the maximum. A data set's own max_dynamic_patch takes precedence.
+    dynamic_image_size: cut images into tiles at all; False squeezes each into one.
+    max_image_pixels: width x height above which an image is refused from its header.
+    allow_truncated_images: accept cut-off image files, the missing part grey.
+    markup_tokens: special tokens that text may contain as tokens (grounding markup).
+    """
+
+    conv_style: str = "internvl2_5"
+    image_size: int = 448
+    tokens_per_tile: int = 256
+    min_dynamic_patch: int = 1
+    max_dynamic_patch: int = 12
+    use_thumbnail: bool = True
+    dynamic_image_size: bool = True
+    max_image_pixels: int = ImageLimits().max_image_pixels
+    allow_truncated_images: bool = False
+    markup_tokens: tuple[str, ...] = MARKUP_TOKENS
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("force_image_size", self.image_size),
+            ("min_dynamic_patch", self.min_dynamic_patch),
+            ("max_dynamic_patch", self.max_dynamic_patch),
+            ("max_image_pixels", self.max_image_pixels),
+        ):
+            if value < 1:
+                raise UserError(f"{name} is {value}: give at least 1")
+        assert self.tokens_per_tile >= 1
+        if self.min_dynamic_patch > self.max_dynamic_patch:
+            raise UserError(
+                f"min_dynamic_patch={self.min_dynamic_patch} exceeds max_dynamic_patch={self.max_dynamic_patch}: "
+                "lower the first or raise the second"
+            )
+
+    @property
+    def limits(self) -> ImageLimits:
+        return ImageLimits(self.max_image_pixels, self.allow_truncated_images)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedImage:
+    """An image that has not been decoded: where its bytes are, its upright size in pixels, its grid of tiles."""
+
+    ref: Any
+    size: tuple[int, int]
+    grid: TileGrid
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A sample ready to be packed.
+
+    input_ids: (n,) int32.
+    labels: (n,) int32, -100 where untrained, not shifted.
+    images: in the order of their blocks.
+    data_augment: re-compress the tiles when they are decoded.
+    """
+
+    record: Record
+    input_ids: np.ndarray
+    labels: np.ndarray
+    images: tuple[PlannedImage, ...] = ()
+    data_augment: bool = False
+
+
+class Encoder:
+    """Encodes samples. Deterministic, without state, picklable.
+
+    Args:
+        tokenizer: the model's Hugging Face tokenizer; it is not changed.
+        config: see EncodeConfig.
+
+    Raises UserError for an unknown conv_style or a tokenizer without the tokens it needs.
+    """
+
+    def __init__(self, tokenizer, config: EncodeConfig | None = None) -> None:
+        self.config = config = config or EncodeConfig()
+        self._limits = config.limits
+        self._template = make_template(config.conv_style, tokenizer)
+        self._text = TextEncoder(tokenizer, config.markup_tokens)
+        self.image_start_id, self.image_end_id, self.image_context_id = (
+            single_token(tokenizer, token, config.conv_style) for token in ("<img>", "</img>", "<IMG_CONTEXT>")
+        )
+
+    def encode(self, raw, spec) -> Encoded:
+        """Token ids, labels and image grids of a sample, from its text and its images' headers.
+
+        Args:
+            raw: a sources.RawSample.
+            spec: the sources.DatasetSpec it comes from (max_dynamic_patch, data_augment).
+
+        Raises SampleError; its detail begins with `raw.origin`.
+        """
+        try:
+            return self._encode(raw, spec)
+        except SampleError as error:
+            raise SampleError(error.reason, f"{raw.origin}: {error.detail}") from None
+
+    def _encode(self, raw, spec) -> Encoded:
+        turns = turns_of(raw.data)
+        names = image_names_of(raw.data)
+        parts = self._template.layout(bind_images(turns, len(names)))
+        if not any(part.trained for part in parts):
+            raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
+        images = self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
+        ids, counts = self._text.encode([part.value for part in parts if part.kind == "text"])
+        return self._assemble(raw.sample_id, parts, ids, counts, images, bool(spec.data_augment))
+
+    def _plan_images(self, raw, names: list[str], max_dynamic_patch: int) -> tuple[PlannedImage, ...]:
+        config = self.config
+        max_tiles = max_tiles_per_image(max_dynamic_patch, len(names))
+        images = []
+        for name in names:
+            ref = raw.resolve(name)
+            size = image_size_of(ref, self._limits)
+            grid = ONE_TILE
+            if config.dynamic_image_size:
+                grid = plan_grid(
+                    *size,
+                    min_tiles=config.min_dynamic_patch,
+                    max_tiles=max_tiles,
+                    image_size=config.image_size,
+                    use_thumbnail=config.use_thumbnail,
+                )
+            images.append(PlannedImage(ref, size, grid))
+        return tuple(images)
+
+    def _assemble(
+        self, sample_id: str, parts: list[Part], text_ids: np.ndarray, counts: list[int], images, data_augment: bool
+    ) -> Encoded:
+        """Lay the parts out in one row, and note where it may be cut."""
+        runs: list[np.ndarray] = []
+        trained: list[tuple[int, int]] = []
+        spans: list[Span] = []
+        length = span_start = text_start = num_system_tokens = 0
+        next_text, next_image = iter(counts), iter(images)
+        roles = [part.value for part in parts if part.kind == "end"][1:] + [None]
+        following = iter(roles)
+        for kind, value, is_trained in parts:
+            if kind == "end":
+                # A cut before an answer would part it from its question: no border for the splitter.
+                if next(following) != "gpt" and length > span_start:
+                    spans.append(Span(length - span_start, ends_turn=True))
+                    span_start = length
+                if value == "system" and not num_system_tokens:
+                    num_system_tokens = length
+                continue
+            if kind == "image":
+                if length > span_start:
+                    spans.append(Span(length - span_start))
+                grid = next(next_image).grid
+                block = np.full(grid.num_tiles * self.config.tokens_per_tile + 2, self.image_context_id, dtype=np.int32)
+                block[0], block[-1] = self.image_start_id, self.image_end_id
+                spans.append(Span(len(block), grid.num_tiles))
+                span_start = length + len(block)
+            elif kind == "text":
+                text_stop = text_start + next(next_text)
+                block = text_ids[text_start:text_stop]
+                text_start = text_stop
+            else:
+                block = value
+            if is_trained:
+                trained.append((length, length + len(block)))
+            runs.append(block)
+            length += len(block)
+        if length > span_start:
+            spans.append(Span(length - span_start))
+        input_ids = np.concatenate(runs)
+        labels = np.full(length, IGNORE, dtype=np.int32)
+        for start, stop in trained:
+            labels[start:stop] = input_ids[start:stop]
+        record = Record(
+            sample_id=sample_id,
+            num_tokens=length,
+            num_tiles=sum(image.grid.num_tiles for image in images),
+            num_loss_tokens=sum(stop - start for start, stop in trained),
+            spans=tuple(spans),
+            num_system_tokens=num_system_tokens,
+        )
+        return Encoded(record, input_ids, labels, images, data_augment)
+
+    def decode(
+        self, encoded: Encoded, tile_start: int = 0, tile_stop: int | None = None, *, epoch: int = 0
+    ) -> np.ndarray:
+        """Tiles [tile_start, tile_stop) of a sample, (tiles, 3, image_size, image_size) uint8 RGB.
+
+        Both ends must lie at borders of images. Raises SampleError for an image that cannot be decoded.
+        """
+        size = self.config.image_size
+        if tile_stop is None:
+            tile_stop = encoded.record.num_tiles
+        tiles = np.empty((tile_stop - tile_start, 3, size, size), dtype=np.uint8)
+        first = 0
+        for image in encoded.images:
+            last = first + image.grid.num_tiles
+            if tile_start <= first and last <= tile_stop:
+                pixels = decode_tiles(image.ref, image.grid, size, self._limits, image.size)
+                tiles[first - tile_start : last - tile_start] = pixels
+            else:
+                assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
+            first = last
+        return tiles

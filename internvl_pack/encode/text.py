@@ -1,0 +1,137 @@
+"""Text to token ids in which nothing that people typed can become structure.
+
+A tokenizer turns the text `<IMG_CONTEXT>` into the id that the model reads as an image slot, and `<|im_end|>` into the
+end of a turn. Content is therefore encoded by a private copy of the tokenizer that does not know its structural
+tokens, and the result is checked: no structural id can come out of content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from internvl_pack.errors import SampleError, UserError
+
+#: Markup that InternVL's annotations carry in plain text and that its checkpoints read as single tokens.
+#: It opens neither an image slot nor a turn, so it may come from text.
+MARKUP_TOKENS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
+
+#: Structure whatever the tokenizer says of it: some checkpoints register these as ordinary added tokens.
+_STRUCTURAL = re.compile(r"<\|.*\|>|</?img>|<IMG_CONTEXT>|<image>|<video>|\[IMG\]|</?s>", re.DOTALL)
+
+
+def structural_tokens(tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> dict[str, int]:
+    """{token: id} of the added tokens that must never come out of text.
+
+    All that the tokenizer calls special, except `markup_tokens`, and what looks like structure (`<|...|>`, `<img>`)
+    without being called special. Other added tokens (`<tool_call>`, `<think>`, a user's own) stay tokens in text.
+    """
+    markup = set(markup_tokens)
+    special = set(tokenizer.all_special_tokens)
+    return {
+        token.content: token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or token.content in special or _STRUCTURAL.fullmatch(token.content))
+        and token.content not in markup
+    }
+
+
+class TextEncoder:
+    """Encodes text that people wrote. Picklable; about 0.3 million tokens a second a core.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; it is not changed. Fast ones are copied through their JSON form.
+        markup_tokens: special tokens that text may contain as tokens.
+
+    Raises UserError when a structural token still comes out of its own text (a tokenizer that cannot be kept from it).
+    """
+
+    def __init__(self, tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> None:
+        self.structural = structural_tokens(tokenizer, markup_tokens)
+        self._forbidden = np.zeros(max(self.structural.values(), default=0) + 2, dtype=bool)
+        self._forbidden[list(self.structural.values())] = True
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self.structural, key=len, reverse=True))) or r"(?!)")
+        self._slow = None
+        self._json = None
+        if getattr(tokenizer, "is_fast", False):
+            self._json = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
+            self._fast = _load(self._json)
+        else:
+            self._slow = tokenizer
+        leaks = [token for token in self.structural if self._has_structure(self._encode(token))]
+        if any(self._has_structure(self._encode_apart(token)) for token in leaks):
+            raise UserError(
+                f"the tokenizer turns the text {leaks[0]!r} into a control token and cannot be kept from it; "
+                "use a fast tokenizer (tokenizer.json) for model_name_or_path"
+            )
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_fast"}
+
+    def __setstate__(self, state) -> None:
+        self.__dict__.update(state)
+        if self._json is not None:
+            self._fast = _load(self._json)
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        """(ids of all texts in a row, int32; how many each text has).
+
+        Raises SampleError `text_not_unicode` for a lone surrogate (half a character, as a JSON escape can write it).
+        """
+        ids: list[int] = []
+        counts = []
+        for text in texts:
+            found = self._encode(text)
+            counts.append(len(found))
+            ids += found
+        flat = np.array(ids, dtype=np.int32)
+        if not self._has_structure(flat):
+            return flat, counts
+        found = [self._encode_apart(text) for text in texts]
+        flat = np.array([token for piece in found for token in piece], dtype=np.int32)
+        if self._has_structure(flat):
+            raise SampleError("special_token_in_text", "a control token comes out of the text itself")
+        return flat, [len(piece) for piece in found]
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            if self._slow is not None:
+                return self._slow(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            # One text a call: the batch call starts a thread pool, which must not exist when workers are forked.
+            return self._fast.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                detail = f"character {error.start} of a text is half of a surrogate pair, not Unicode text"
+                raise SampleError("text_not_unicode", detail) from None
+            raise
+
+    def _encode_apart(self, text: str) -> list[int]:
+        """Encode with every structural token's text cut after its first character: slower, and proof to any tokenizer."""
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        return [token for start, stop in zip(cuts, cuts[1:], strict=False) for token in self._encode(text[start:stop])]
+
+    def _has_structure(self, ids) -> bool:
+        ids = np.asarray(ids, dtype=np.int32)
+        return bool(self._forbidden[np.minimum(ids, len(self._forbidden) - 1)].any())
+
+
+def _with_special(tokenizer_json: str, structural: dict[str, int]) -> str:
+    """The tokenizer with exactly the structural tokens marked special, so that special can be split as text."""
+    state = json.loads(tokenizer_json)
+    state["truncation"] = state["padding"] = None
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] in structural
+    return json.dumps(state, ensure_ascii=False)
+
+
+def _load(tokenizer_json: str):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True  # not part of the JSON form: set at every load
+    return tokenizer
