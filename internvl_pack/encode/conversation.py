@@ -23,7 +23,8 @@ _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
 def turns_of(data: Mapping) -> list[tuple[str, str]]:
     """(role, text) of each turn, roles as "system", "human", "gpt".
 
-    Raises SampleError `no_conversation`, `turn_not_object`, `unknown_role`, `turn_value_not_text`, `system_turn_not_first`.
+    Raises SampleError `no_conversation`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
+    `system_turn_not_first`.
     """
     conversation = data.get("conversations")
     if not isinstance(conversation, list) or not conversation:

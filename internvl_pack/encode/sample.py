@@ -166,8 +166,7 @@ class Encoder:
         spans: list[Span] = []
         length = span_start = text_start = num_system_tokens = 0
         next_text, next_image = iter(counts), iter(images)
-        roles = [part.value for part in parts if part.kind == "end"][1:] + [None]
-        following = iter(roles)
+        following = iter([*[part.value for part in parts if part.kind == "end"][1:], None])
         for kind, value, is_trained in parts:
             if kind == "end":
                 # A cut before an answer would part it from its question: no border for the splitter.

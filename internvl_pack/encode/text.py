@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,9 +112,9 @@ class TextEncoder:
             raise
 
     def _encode_apart(self, text: str) -> list[int]:
-        """Encode with every structural token's text cut after its first character: slower, and proof to any tokenizer."""
+        """Encode with every structural token's text cut after its first character: slower, proof to any tokenizer."""
         cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
-        return [token for start, stop in zip(cuts, cuts[1:], strict=False) for token in self._encode(text[start:stop])]
+        return [token for start, stop in pairwise(cuts) for token in self._encode(text[start:stop])]
 
     def _has_structure(self, ids) -> bool:
         ids = np.asarray(ids, dtype=np.int32)
