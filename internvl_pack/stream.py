@@ -21,7 +21,7 @@ from .sources.mixture import Mixture
 if TYPE_CHECKING:
     from .dataset import PackedDataset
 
-ALL_BAD_ROWS = 16  # rows of one dataset in one lane, all bad: nothing in it loads
+ALL_BAD_ROWS = 32  # rows of one dataset in one lane, all bad: nothing in it loads
 
 
 class LaneStream:
@@ -47,7 +47,7 @@ class LaneStream:
         self._encoded: dict[int, Encoded] = {}
         self._outstanding: Counter[int] = Counter()  # fragments waiting, by position
         self._events: list[dict[str, Any]] = []
-        self._outcomes: dict[int, list[int]] = {}  # dataset -> [good, bad] rows of this lane
+        self._outcomes: Counter[tuple[int, str, bool]] = Counter()  # (dataset, stage, good)
         self._fatal: str | None = None
 
     # -- reading ---------------------------------------------------------------------------------
@@ -78,9 +78,10 @@ class LaneStream:
         try:
             encoded, fragments = self._load(position)
         except SampleError as error:
-            self._leave(self.dataset.sources[which].sample_id(row), error, which, num_tokens=0)
+            self.ledger.refuse(error.reason)
+            self._leave(self.dataset.sources[which].sample_id(row), error, which, "planned")
             return
-        self._outcome(which, good=True)
+        self._outcomes[which, "planned", True] += 1
         self.ledger.read(encoded.record, fragments)
         self._encoded[position] = encoded
         self._outstanding[position] = len(fragments)
@@ -132,31 +133,29 @@ class LaneStream:
     def _materialise(self, fragment: Fragment) -> Segment | None:
         """A fragment with its pixels, or None (counted) where they cannot be decoded."""
         encoded = self._release(fragment)
+        last = fragment.position not in self._encoded
+        which, _ = self.mixture.locate(fragment.position)
         try:
             tiles = self.dataset.encoder.decode(encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch)
         except SampleError as error:
-            which, _ = self.mixture.locate(fragment.position)
-            self._leave(fragment.sample_id, error, which, fragment=fragment)
+            self.ledger.lose(fragment, error.reason, last=last)
+            self._leave(fragment.sample_id, error, which, "decoded")
             return None
-        self.ledger.pack(fragment)
+        self.ledger.pack(fragment, last=last)
+        self._outcomes[which, "decoded", True] += 1
         return make_segment(encoded, fragment, tiles)
 
     # -- samples that leave ------------------------------------------------------------------------
 
-    def _leave(self, sample_id: str, error: SampleError, which: int, **where: Any) -> None:
-        self.ledger.quarantine(error.reason, **where)
+    def _leave(self, sample_id: str, error: SampleError, which: int, stage: str) -> None:
         self._events.append({"id": sample_id, "reason": error.reason, "detail": error.detail})
-        outcome = self._outcome(which, good=False)
+        self._outcomes[which, stage, False] += 1
+        bad = self._outcomes[which, stage, False]
         if self.dataset.config.on_error == "stop" or error.reason == "oversized_error":
             self._fatal = f"{sample_id}: {error}"
-        elif outcome[0] == 0 and outcome[1] >= ALL_BAD_ROWS:
+        elif bad >= ALL_BAD_ROWS and not self._outcomes[which, stage, True]:
             name = self.dataset.specs[which].name
-            self._fatal = f"dataset {name!r}: none of its first {outcome[1]} samples can be used; {sample_id}: {error}"
-
-    def _outcome(self, which: int, *, good: bool) -> list[int]:
-        outcome = self._outcomes.setdefault(which, [0, 0])
-        outcome[0 if good else 1] += 1
-        return outcome
+            self._fatal = f"dataset {name!r}: none of its first {bad} samples can be used; {sample_id}: {error}"
 
     # -- state -------------------------------------------------------------------------------------
 

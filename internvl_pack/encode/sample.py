@@ -6,7 +6,7 @@ raw record -> turns (conversation.py) -> parts (chat.py) -> ids and labels (text
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -108,11 +108,22 @@ class Encoder:
     def __init__(self, tokenizer, config: EncodeConfig | None = None) -> None:
         self.config = config = config or EncodeConfig()
         self._limits = config.limits
+        self.pad_token_id = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        )
+        self._vocabulary = len(tokenizer)
         self._template = make_template(config.conv_style, tokenizer)
         self._text = TextEncoder(tokenizer, config.markup_tokens)
         self.image_start_id, self.image_end_id, self.image_context_id = (
             single_token(tokenizer, token, config.conv_style) for token in ("<img>", "</img>", "<IMG_CONTEXT>")
         )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
+        options = asdict(self.config) | {"markup_tokens": list(self.config.markup_tokens)}
+        return {("force_image_size" if k == "image_size" else k): v for k, v in options.items()} | {
+            "tokenizer": self._vocabulary
+        }
 
     def encode(self, raw, spec) -> Encoded:
         """Token ids, labels and image grids of a sample, from its text and its images' headers.

@@ -1,0 +1,63 @@
+"""Exact, resumable sequence packing for vision-language training.
+
+    from internvl_pack import PackedDataset, PackingConfig, build_loader
+
+    dataset = PackedDataset.from_meta("meta.json", tokenizer, PackingConfig(max_packed_tokens=8192))
+    for batch in build_loader(dataset, num_workers=4):
+        ...
+
+Names are loaded when they are first used: the packing core works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .collate import packed_collate_fn, padded_collate_fn
+    from .config import PackingConfig
+    from .dataset import PackedDataset
+    from .encode.sample import EncodeConfig, Encoder
+    from .errors import SampleError, UserError
+    from .loader import PackLoader, build_loader, merge_states
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "packed_collate_fn": "collate",
+    "padded_collate_fn": "collate",
+    "PackingConfig": "config",
+    "PackedDataset": "dataset",
+    "EncodeConfig": "encode.sample",
+    "Encoder": "encode.sample",
+    "SampleError": "errors",
+    "UserError": "errors",
+    "PackLoader": "loader",
+    "build_loader": "loader",
+    "merge_states": "loader",
+}
+
+__all__ = [
+    "EncodeConfig",
+    "Encoder",
+    "PackLoader",
+    "PackedDataset",
+    "PackingConfig",
+    "SampleError",
+    "UserError",
+    "build_loader",
+    "merge_states",
+    "packed_collate_fn",
+    "padded_collate_fn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

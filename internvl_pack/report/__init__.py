@@ -1,0 +1,1 @@
+"""What happened to the data: the ledger. Pure Python."""
