@@ -1,0 +1,340 @@
+"""Annotation files of JSON lines, read by a byte-offset index.
+
+A row is a line that holds more than spaces, tabs and line ends; lines end at `\\n` alone, so that U+2028 inside a
+string is text. Row numbers skip blank lines, line numbers in messages count them.
+
+The index costs 4 bytes a row: the low 32 bits of each row's offset, and for each multiple of 4 GiB how many rows
+start before it. Building it reads the file once in pieces of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import SampleError, UserError
+from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
+from .index import BadIndexError, IndexWriter, index_path, read_index
+from .refs import FolderResolver, Stamp, pread_all, read_at, stamp_of, system_path
+
+logger = logging.getLogger(__name__)
+
+KIND = "jsonl"
+CHUNK_BYTES = 1 << 20
+PART_BYTES = 64 << 20
+"""A piece of a large file that one worker of `internvl-pack index` scans at a time."""
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_NEWLINE = 10
+_HEAD_BYTES = 64 << 10
+_HINT_BYTES = 4 << 30  # indexing in memory takes seconds from here on
+_REFUSED_STARTS = {
+    b"\x1f\x8b": "is gzip-compressed; rows are read by position: unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is zstd-compressed; rows are read by position: unpack it with zstd -d",
+    b"BZh": "is bzip2-compressed; rows are read by position: unpack it with bunzip2",
+    b"\xfd7zXZ": "is xz-compressed; rows are read by position: unpack it with unxz",
+    b"PK\x03\x04": "is a zip archive: unpack it",
+    b"PAR1": "is a Parquet file: write it as JSON lines, one object a line",
+    b"\xff\xfe": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+}
+
+
+class Part(NamedTuple):
+    """The rows that start in one range of bytes.
+
+    `low` uint32: low halves of their offsets; `before` {k: rows of the part before offset k * 2^32, for each k whose
+    multiple lies in the range}; `blank` uint64: for each blank line, the number of the part's rows before it.
+    """
+
+    low: np.ndarray
+    before: dict[int, int]
+    blank: np.ndarray
+
+
+def scan_lines(fd: int, start: int, stop: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Line starts in bytes [start, stop) of a file of `size` bytes, a chunk at a time.
+
+    Yields:
+        (rows, blank): offsets of the lines with content (uint64), and for each blank line how many of this
+        chunk's rows stand before it (int64).
+    """
+    position = start
+    if start == 0:
+        position = len(_BOM) if os.pread(fd, len(_BOM), 0) == _BOM else 0
+    buffer = np.empty(CHUNK_BYTES + 1, np.uint8)  # the byte before the chunk, then the chunk
+    view = memoryview(buffer)
+    first = start == 0
+    stop = min(stop, size)
+    while position < stop:
+        length = min(CHUNK_BYTES, stop - position)
+        if first:
+            buffer[0] = _NEWLINE  # a line starts where the file does
+            have = 1 + os.preadv(fd, [view[1 : length + 1]], position)
+        else:
+            have = os.preadv(fd, [view[: length + 1]], position - 1)
+        length = have - 1
+        if length <= 0:
+            return  # the file was cut while it was read
+        inside = np.flatnonzero(buffer[:length] == _NEWLINE)  # a line starts at inside + position
+        heads = buffer[1 : length + 1][inside]
+        suspects = np.flatnonzero(heads <= 32)
+        if suspects.size:
+            blank = np.zeros(inside.size, bool)
+            blank[suspects] = heads[suspects] == _NEWLINE
+            text = None
+            for suspect in suspects[~blank[suspects]]:
+                if text is None:
+                    text = bytes(view[1:have])
+                blank[suspect] = _is_blank(fd, text, int(inside[suspect]), position)
+            rows = inside[~blank]
+            gaps = np.searchsorted(rows, inside[blank])
+        else:
+            rows, gaps = inside, np.empty(0, np.int64)
+        yield rows.astype(np.uint64) + np.uint64(position), gaps
+        position += length
+        first = False
+
+
+def _is_blank(fd: int, text: bytes, at: int, base: int) -> bool:
+    """Whether the line that starts at `text[at]` has nothing but blanks; it may go on beyond `text`."""
+    end = text.find(b"\n", at)
+    if end >= 0:
+        return not text[at:end].strip(_BLANK)
+    if text[at:].strip(_BLANK):
+        return False
+    position = base + len(text)
+    while piece := os.pread(fd, CHUNK_BYTES, position):
+        end = piece.find(b"\n")
+        if piece[: end if end >= 0 else None].strip(_BLANK):
+            return False
+        if end >= 0:
+            return True
+        position += len(piece)
+    return True
+
+
+def scan_part(path: str, start: int, stop: int, size: int) -> Part:
+    """Scan bytes [start, stop) of a file; parts of one file join to the scan of the whole."""
+    lows, blanks = [], []
+    before = {k: 0 for k in range((start >> 32) + 1, (min(stop, size) >> 32) + 1)}
+    count = 0
+    fd = os.open(system_path(path), os.O_RDONLY)
+    try:
+        for rows, gaps in scan_lines(fd, start, stop, size):
+            lows.append(rows.astype(np.uint32))  # keeps the low 32 bits
+            blanks.append(gaps.astype(np.uint64) + np.uint64(count))
+            for k in before:
+                before[k] += int(np.searchsorted(rows, np.uint64(k << 32)))
+            count += len(rows)
+    finally:
+        os.close(fd)
+    return Part(
+        np.concatenate(lows) if lows else np.empty(0, np.uint32),
+        before,
+        np.concatenate(blanks) if blanks else np.empty(0, np.uint64),
+    )
+
+
+@dataclass(frozen=True)
+class JsonlIndex:
+    """Where each row starts. `low` (rows,) uint32, `high` (size >> 32,) uint64, `blank` (blank lines,) uint64."""
+
+    stamp: Stamp
+    low: np.ndarray
+    high: np.ndarray
+    blank: np.ndarray
+    from_file: bool = False
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def start(self, row: int) -> int:
+        """Offset of a row; the file's size for the row after the last."""
+        if row == len(self.low):
+            return self.stamp.size
+        return int(self.low[row]) | int(np.searchsorted(self.high, row, "right")) << 32
+
+    def line(self, row: int) -> int:
+        """Number of the row's line in the file, from 1."""
+        return row + 1 + int(np.searchsorted(self.blank, row, "right"))
+
+
+def build_index(path: str, stamp: Stamp) -> JsonlIndex:
+    """Index a file in memory."""
+    part = scan_part(path, 0, stamp.size, stamp.size)
+    high = np.array([part.before[k] for k in sorted(part.before)], np.uint64)
+    return JsonlIndex(stamp, part.low, high, part.blank)
+
+
+class JsonlIndexWriter:
+    """Writes a file's index from its parts, given in order."""
+
+    def __init__(self, path: str, stamp: Stamp) -> None:
+        self._stamp = stamp
+        self._writer = IndexWriter(path, KIND, stamp, {"low": "u4", "high": "u8", "blank": "u8"})
+        self.num_rows = 0
+
+    def add(self, part: Part) -> None:
+        for k in sorted(part.before):
+            self._writer.append("high", np.array([self.num_rows + part.before[k]], np.uint64))
+        self._writer.append("blank", part.blank + np.uint64(self.num_rows))
+        self._writer.append("low", part.low)
+        self.num_rows += len(part.low)
+
+    def finish(self) -> str:
+        return self._writer.finish({})
+
+    def __enter__(self) -> JsonlIndexWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(*error)
+
+
+def load_index(path: str, stamp: Stamp) -> JsonlIndex | None:
+    """The index file beside `path`, memory-mapped; None, with a warning, where it cannot be used."""
+    try:
+        found = read_index(path, KIND, stamp)
+        if found is None:
+            return None
+        low, high, blank = (found.columns[name] for name in ("low", "high", "blank"))
+        if len(high) != stamp.size >> 32:
+            raise BadIndexError("is damaged")
+    except (BadIndexError, KeyError) as error:
+        logger.warning("index %s %s; it is not used (internvl-pack index renews it)", index_path(path), error)
+        return None
+    return JsonlIndex(stamp, low, high, blank, from_file=True)
+
+
+def check_format(path: str, stamp: Stamp) -> None:
+    """Refuse what is no file of JSON lines as a whole: compressed, UTF-16, one JSON array or object over lines.
+
+    Raises:
+        UserError: says what it is and how to convert it.
+    """
+    fd = os.open(system_path(path), os.O_RDONLY)
+    try:
+        head = pread_all(fd, _HEAD_BYTES, 0)
+        tail = pread_all(fd, _HEAD_BYTES, max(0, stamp.size - _HEAD_BYTES))
+    finally:
+        os.close(fd)
+    for magic, what in _REFUSED_STARTS.items():
+        if head.startswith(magic):
+            raise UserError(f"annotation {path} {what}")
+    lines = [line.strip(_BLANK) for line in head.removeprefix(_BOM).split(b"\n")]
+    known_whole = len(lines) - (len(head) < stamp.size)  # the last line of the head may go on
+    lines = [line for line in lines[:known_whole] if line] or lines[:1]
+    target = os.path.splitext(path)[0] + (".lines.jsonl" if path.endswith(".jsonl") else ".jsonl")
+    if _is_array(lines, tail.rstrip(_BLANK), whole=len(head) == stamp.size):
+        raise UserError(
+            f"annotation {path} is a JSON array, not JSON lines: convert it with "
+            f"jq -c '.[]' {path} > {target} and name that file"
+        )
+    if lines[0].startswith(b"{") and lines[0].endswith((b"{", b"[")) and len(lines) > 1 and not _is_json(lines[1]):
+        raise UserError(
+            f"annotation {path} is one JSON object written over several lines, not JSON lines: "
+            f"write one object a line (jq -c . {path} > {target})"
+        )
+
+
+def _is_array(lines: list[bytes], tail: bytes, *, whole: bool) -> bool:
+    """Whether a file is one JSON array, rather than rows of which the first happens to be an array.
+
+    Args:
+        lines: the first lines, stripped, blank ones left out.
+        tail: the end of the file, stripped.
+        whole: `lines` are all there are.
+    """
+    first = lines[0]
+    if not first.startswith(b"["):
+        return False
+    if first == b"[" or (whole and len(lines) == 1):
+        return True
+    if len(lines) > 1 and _is_json(first):
+        return False
+    return tail.endswith(b"]") or first.endswith((b",", b"{", b"["))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class JsonlSource(Source):
+    """The rows of one annotation file. See the module's docstring for what a row is.
+
+    Raises:
+        UserError: the file cannot be read, or is no file of JSON lines (`check_format`).
+    """
+
+    def __init__(self, name: str, path: str, *, root: str = "") -> None:
+        self.name = name
+        self._path = path
+        self._resolver = FolderResolver(root)
+        try:
+            stamp = stamp_of(path)
+            check_format(path, stamp)
+            self._index = _index_of(path, stamp)
+        except (OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"annotation {path} of dataset {name!r} cannot be read: {error}") from None
+        if not len(self._index):
+            self.warnings = (f"annotation {path} holds no record",)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def sample_id(self, row: int) -> str:
+        return f"{self.name}/{row}"
+
+    def origin(self, row: int) -> str:
+        return f"{self._path}:line {self._index.line(row)}"
+
+    def read(self, row: int) -> RawSample:
+        if not 0 <= row < len(self._index):
+            raise IndexError(f"row {row} of {len(self._index)}")
+        origin = self.origin(row)
+        start, stop = self._index.start(row), self._index.start(row + 1)
+        try:
+            raw = read_at(self._path, self._index.stamp, start, min(stop - start, MAX_RECORD_BYTES + 1))
+        except OSError as error:
+            raise SampleError("record_unreadable", f"{origin}: {error.strerror}") from error
+        end = raw.find(b"\n")  # blank lines may follow up to the next row
+        if end >= 0:
+            raw = raw[:end]
+        elif len(raw) > MAX_RECORD_BYTES:
+            raise SampleError("record_too_long", f"{origin}: more than {MAX_RECORD_BYTES} bytes without a line end")
+        data = parse_record(raw.strip(_BLANK), origin)
+        return RawSample(self.sample_id(row), own_id(data), origin, data, self._resolver)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self._index.from_file:  # a memory map would be copied whole
+            state["_index"] = self._index.stamp
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self._index, Stamp):
+            self._index = _index_of(self._path, self._index)
+
+
+def _index_of(path: str, stamp: Stamp) -> JsonlIndex:
+    index = load_index(path, stamp)
+    if index is None:
+        if stamp.size >= _HINT_BYTES:
+            logger.warning("indexing %s (%.1f GB) in memory; internvl-pack index does it once for all runs",
+                           path, stamp.size / 1e9)  # fmt: skip
+        index = build_index(path, stamp)
+    return index

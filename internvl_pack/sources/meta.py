@@ -1,0 +1,302 @@
+"""The meta file: which datasets a run trains on, as InternVL writes it, with `shards` and `weight` added."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import os
+import stat
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from .refs import is_remote, system_path
+
+logger = logging.getLogger(__name__)
+
+KEYS = ("root", "annotation", "shards", "data_augment", "repeat_time", "weight", "max_dynamic_patch", "length")
+MAX_META_BYTES = 64 << 20
+MAX_SHARDS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """One dataset of a meta file, checked, its paths resolved against the meta file's folder.
+
+    Attributes:
+        name: the key in the meta file; the first part of every sample id.
+        root: folder that image names are joined to; empty where they are absolute or in shards.
+        annotation: path of a file of JSON lines, or None where `shards` are given.
+        shards: paths of tar shards, braces expanded, or None where `annotation` is given.
+        data_augment: JPEG re-compression of the images.
+        repeat_time: how often an epoch visits each sample; 0.5 is a half of them.
+        weight: share in the mixture instead of `repeat_time` times its size; None for that.
+        max_dynamic_patch: this dataset's limit of tiles an image instead of the run's.
+        length: what the meta file claims; only compared with the real count.
+        meta_file: the meta file, for messages.
+    """
+
+    name: str
+    root: str = ""
+    annotation: str | None = None
+    shards: tuple[str, ...] | None = None
+    data_augment: bool = False
+    repeat_time: float = 1.0
+    weight: float | None = None
+    max_dynamic_patch: int | None = None
+    length: int | None = None
+    meta_file: str = ""
+
+
+def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
+    """Read and check a meta file: `{name: {root, annotation | shards, data_augment, repeat_time, ...}}`.
+
+    Relative paths are looked for in the meta file's folder; where nothing is there but the working folder has it,
+    as in InternVL's own meta files, that is taken, with a warning. Keys that start with `_` are comments.
+
+    Returns:
+        the datasets in the file's order.
+
+    Raises:
+        UserError: naming file, dataset and key: what is missing, of the wrong type, unknown or given twice. Every
+            annotation file and shard must exist.
+    """
+    meta_file = os.fspath(path)
+    content = _read_meta(meta_file)
+    if not isinstance(content, dict):
+        raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {_kind(content)}")
+    specs = tuple(
+        _dataset(meta_file, name, entry) for name, entry in content.items() if not name.startswith("_comment")
+    )
+    if not specs:
+        raise UserError(f"{meta_file}: no dataset in it")
+    return specs
+
+
+def _read_meta(meta_file: str) -> Any:
+    try:
+        with open(system_path(meta_file), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"meta file {meta_file} is not a file")
+            raw = file.read(MAX_META_BYTES + 1)
+    except FileNotFoundError:
+        raise UserError(f"meta file {meta_file} does not exist (working folder: {os.getcwd()})") from None
+    except IsADirectoryError:
+        raise UserError(f"meta file {meta_file} is a folder: name the JSON file in it") from None
+    except OSError as error:
+        raise UserError(f"meta file {meta_file} cannot be read: {error.strerror}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"meta file {meta_file!r} cannot be a file name: {error}") from None
+    if len(raw) > MAX_META_BYTES:
+        raise UserError(f"{meta_file} is too large for a meta file: is it an annotation file?")
+    try:
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{meta_file}: byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        hint = ""
+        if error.msg == "Extra data":
+            hint = " (a meta file is one JSON object; is this an annotation file of JSON lines?)"
+        raise UserError(f"{meta_file}: line {error.lineno}, column {error.colno}: {error.msg}{hint}") from None
+    except RecursionError:
+        raise UserError(f"{meta_file}: nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{meta_file}: {error}") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice in one object: rename or remove one")
+    return found
+
+
+def _no_constants(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
+    where = f"{meta_file}: dataset {name!r}"
+    if not name.strip():
+        raise UserError(f"{where}: give it a name")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the name holds half a surrogate pair, which is no character") from None
+    if not isinstance(entry, dict):
+        raise UserError(f"{where}: expected an object with the keys {', '.join(KEYS)}, found {_kind(entry)}")
+    _check_keys(where, entry)
+    annotation = _text(where, entry, "annotation")
+    patterns = _patterns(where, entry)
+    if (annotation is None) == (patterns is None):
+        found = "both 'annotation' and 'shards'" if annotation is not None else "neither 'annotation' nor 'shards'"
+        raise UserError(f"{where}: {found}: give exactly one of them")
+    folder = os.path.dirname(meta_file)
+    if annotation is not None:
+        (annotation,) = _existing_files(where, "annotation", folder, [annotation])
+    shards = None if patterns is None else tuple(_existing_shards(where, folder, patterns))
+    return DatasetSpec(
+        name=name,
+        root=_root(where, folder, _text(where, entry, "root"), needed=annotation is not None),
+        annotation=annotation,
+        shards=shards,
+        data_augment=_flag(where, entry, "data_augment"),
+        repeat_time=_number(where, entry, "repeat_time", 1.0, zero=False),
+        weight=_number(where, entry, "weight", None, zero=True),
+        max_dynamic_patch=_count(where, entry, "max_dynamic_patch", at_least=1),
+        length=_count(where, entry, "length", at_least=0),
+        meta_file=meta_file,
+    )
+
+
+def _check_keys(where: str, entry: dict[str, Any]) -> None:
+    for key in entry:
+        if key in KEYS or key.startswith("_"):
+            continue
+        near = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.75)
+        if near:
+            raise UserError(f"{where}: unknown key {key!r}: did you mean {near[0]!r}?")
+        logger.warning("%s: unknown key %r is ignored (known: %s)", where, key, ", ".join(KEYS))
+
+
+def _text(where: str, entry: dict[str, Any], key: str) -> str | None:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{where}: {key!r} must be a string, found {_kind(value)}")
+    if key != "root" and value == "":
+        raise UserError(f"{where}: {key!r} is empty")
+    return value
+
+
+def _flag(where: str, entry: dict[str, Any], key: str) -> bool:
+    value = entry.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {key!r} must be true or false, found {value!r}")
+    return value
+
+
+def _number(where: str, entry: dict[str, Any], key: str, default: float | None, *, zero: bool) -> float | None:
+    value = entry.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{where}: {key!r} must be a number, found {value!r}")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise UserError(f"{where}: {key!r} must be {'at least' if zero else 'more than'} 0, found {value:g}")
+    return value
+
+
+def _count(where: str, entry: dict[str, Any], key: str, *, at_least: int) -> int | None:
+    value = entry.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise UserError(f"{where}: {key!r} must be a whole number of at least {at_least}, found {value!r}")
+    return value
+
+
+def _patterns(where: str, entry: dict[str, Any]) -> list[str] | None:
+    value = entry.get("shards")
+    if value is None:
+        return None
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
+        raise UserError(f"{where}: 'shards' must be a path, a brace pattern or a list of them, found {value!r:.200}")
+    if not patterns:
+        raise UserError(f"{where}: 'shards' is an empty list")
+    return patterns
+
+
+def _existing_shards(where: str, folder: str, patterns: list[str]) -> list[str]:
+    paths = [path for pattern in patterns for path in _expand(where, pattern)]
+    if len(paths) > MAX_SHARDS:
+        raise UserError(f"{where}: 'shards' expands to {len(paths)} paths, more than {MAX_SHARDS}")
+    found = _existing_files(where, "shards", folder, paths)
+    real = [os.path.realpath(path) for path in found]
+    if len(set(real)) < len(real):
+        twice = Counter(real).most_common(1)[0][0]
+        raise UserError(f"{where}: 'shards' names {twice} twice: use 'repeat_time' to repeat samples")
+    return found
+
+
+def _expand(where: str, pattern: str) -> list[str]:
+    """Braces, `::` and `${WDS_...}` as the webdataset library expands them."""
+    if not any(mark in pattern for mark in ("{", "}", "::", "$")):
+        return [pattern]  # the import below costs seconds
+    from webdataset.shardlists import expand_urls
+
+    try:
+        return expand_urls(pattern)
+    except ValueError as error:
+        raise UserError(f"{where}: 'shards' {pattern!r} cannot be expanded: {error or type(error).__name__}") from None
+    except KeyError as error:
+        raise UserError(f"{where}: 'shards' {pattern!r}: the environment has no {error}") from None
+
+
+def _existing_files(where: str, key: str, folder: str, paths: list[str]) -> list[str]:
+    """The paths against the meta file's folder, or all of them against the working folder; each a readable file."""
+    for path in paths:
+        if is_remote(path):
+            raise UserError(f"{where}: {key!r} {path}: addresses are not supported here; give a local path")
+    beside = [os.path.join(folder, path) for path in paths]
+    problems = [_problem(path) for path in beside[:1]]
+    if problems[0] == "does not exist" and not os.path.isabs(paths[0]) and _problem(paths[0]) is None:
+        logger.warning("%s: %r %s is not in the meta file's folder; the working folder's is used", where, key, paths[0])
+        beside = [os.path.abspath(path) for path in paths]
+    for path in beside:
+        problem = _problem(path)
+        if problem is not None:
+            hint = ""
+            if key == "shards" and any(mark in path for mark in "*?["):
+                hint = "; patterns are written with braces, such as shard-{0000..0127}.tar"
+            raise UserError(f"{where}: {key!r}: {path} {problem}{hint}")
+    return beside
+
+
+def _problem(path: str) -> str | None:
+    try:
+        raw = system_path(path)
+        mode = os.stat(raw).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"cannot be a file name: {error}"
+    if stat.S_ISDIR(mode):
+        return "is a folder, not a file"
+    if not stat.S_ISREG(mode):
+        return "is not a regular file"
+    return None if os.access(raw, os.R_OK) else "cannot be read: permission denied"
+
+
+def _root(where: str, folder: str, root: str | None, *, needed: bool) -> str:
+    if not root:
+        return folder if needed else ""
+    if is_remote(root):
+        return root
+    beside = os.path.join(folder, root)
+    if os.path.isdir(beside):
+        return beside
+    if not os.path.isabs(root) and os.path.isdir(root):
+        logger.warning("%s: 'root' %s is not in the meta file's folder; the working folder's is used", where, root)
+        return os.path.abspath(root)
+    if needed:
+        logger.warning("%s: 'root' %s is not a folder: no image will be found there", where, beside)
+    return beside

@@ -1,0 +1,251 @@
+"""Where bytes come from: local files read by position, and references to images that open nothing until asked.
+
+Everything in `sources/` reads through `read_at`, `FileRef` and `SliceRef`, so that other stores of bytes
+(http, s3, fsspec) have one place to be added: behind `is_remote`.
+
+Paths are handed to the system as UTF-8 bytes, so that a name outside ASCII is found under `LANG=C` too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ..errors import SampleError, UserError
+
+MAX_OPEN_FILES = 128
+"""Descriptors of annotation files and shards that a process keeps open."""
+MAX_IMAGE_BYTES = 256 << 20
+"""Compressed size beyond which an image is refused unread: no worker needs more memory than that for its bytes."""
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://")
+_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine's trouble, not the sample's
+
+
+class Stamp(NamedTuple):
+    """What tells whether a file is still the one that was indexed: size in bytes, time of change in ns."""
+
+    size: int
+    mtime_ns: int
+
+
+@runtime_checkable
+class ImageRef(Protocol):
+    """A place of compressed image bytes. Small, picklable, opens nothing until read."""
+
+    @property
+    def name(self) -> str:
+        """The place for messages: a path, or `shard:member`."""
+        ...
+
+    def read(self) -> bytes:
+        """All bytes. Raises SampleError (`image_missing`, `image_unreadable`, `image_empty`, ...)."""
+        ...
+
+    def head(self, num_bytes: int) -> bytes:
+        """The first bytes, at most `num_bytes`. Raises as `read`."""
+        ...
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is a URL such as `s3://...` or `https://...` rather than a path."""
+    return _SCHEME.match(address) is not None
+
+
+def system_path(path: str) -> bytes:
+    """The path as the bytes that the file system knows, whatever the locale. Raises ValueError for an unusable one."""
+    raw = path.encode("utf-8", "surrogateescape")
+    if b"\0" in raw:
+        raise ValueError("a NUL byte in the name")
+    return raw
+
+
+def stamp_of(path: str) -> Stamp:
+    """Raises OSError where there is no such file."""
+    found = os.stat(system_path(path))
+    return Stamp(found.st_size, found.st_mtime_ns)
+
+
+class _Descriptor:
+    """An open file that closes when the last user lets go of it, so that eviction never pulls it from under a read."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+_open_files: OrderedDict[tuple[str, Stamp], _Descriptor] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _forget_open_files() -> None:
+    """In a forked child: drop the parent's descriptors and a lock that another thread may have held."""
+    global _lock
+    _lock = threading.Lock()
+    _open_files.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_open_files)
+
+
+def _descriptor(path: str, stamp: Stamp) -> _Descriptor:
+    key = (path, stamp)
+    with _lock:
+        opened = _open_files.get(key)
+        if opened is not None:
+            _open_files.move_to_end(key)
+            return opened
+    opened = _Descriptor(os.open(system_path(path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+    size = os.fstat(opened.fd).st_size
+    if size != stamp.size:
+        raise UserError(
+            f"{path} changed while it was in use: {stamp.size} bytes when opened first, {size} now; "
+            "start again with the finished file"
+        )
+    with _lock:
+        _open_files[key] = opened
+        while len(_open_files) > MAX_OPEN_FILES:
+            _open_files.popitem(last=False)
+    return opened
+
+
+def pread_all(fd: int, num_bytes: int, offset: int) -> bytes:
+    """`num_bytes` from `offset`, fewer only at the end of the file."""
+    data = os.pread(fd, num_bytes, offset)
+    if len(data) == num_bytes or not data:
+        return data
+    parts = [data]
+    have = len(data)
+    while have < num_bytes:
+        more = os.pread(fd, num_bytes - have, offset + have)
+        if not more:
+            break
+        parts.append(more)
+        have += len(more)
+    return b"".join(parts)
+
+
+def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
+    """Bytes [offset, offset + num_bytes) of an indexed file, fewer only at its end.
+
+    The descriptor is kept and reopened in every process; reading moves no shared file position, so threads and
+    forked workers do not disturb each other.
+
+    Raises:
+        OSError: the file went away or the disk failed.
+        UserError: the file has another size than when it was indexed.
+    """
+    return pread_all(_descriptor(path, stamp).fd, num_bytes, offset)
+
+
+def _sample_error(path: str, error: Exception) -> SampleError:
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+        raise error
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return SampleError("image_missing", f"there is no file {path!r}")
+    if isinstance(error, OSError):
+        return SampleError("image_unreadable", f"{path!r}: {error.strerror or error}")
+    return SampleError("image_missing", f"{path!r} cannot be a file name: {error}")
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """An image that is a file of its own."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    def read(self) -> bytes:
+        return self._read(None)
+
+    def head(self, num_bytes: int) -> bytes:
+        return self._read(num_bytes)
+
+    def _read(self, limit: int | None) -> bytes:
+        """The file's first `limit` bytes; all for None."""
+        try:
+            # not blocking: a pipe by that name must not hang the worker before it is refused
+            fd = os.open(system_path(self.path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            try:
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise SampleError("image_not_a_file", f"{self.path!r} is a folder, pipe or device")
+                if found.st_size == 0:
+                    raise SampleError("image_empty", f"{self.path!r} has 0 bytes")
+                if limit is None and found.st_size > MAX_IMAGE_BYTES:
+                    raise SampleError("image_too_many_bytes", f"{self.path!r}: {found.st_size} bytes")
+                return pread_all(fd, found.st_size if limit is None else min(limit, found.st_size), 0)
+            finally:
+                os.close(fd)
+        except SampleError:
+            raise
+        except (OSError, ValueError) as error:
+            raise _sample_error(self.path, error) from None
+
+
+@dataclass(frozen=True)
+class SliceRef:
+    """An image that is a part of a larger file: a member of a tar shard, bytes [offset, offset + size)."""
+
+    path: str
+    offset: int
+    size: int
+    stamp: Stamp
+    member: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.member or self.offset}"
+
+    def read(self) -> bytes:
+        return self._read(self.size)
+
+    def head(self, num_bytes: int) -> bytes:
+        return self._read(min(num_bytes, self.size))
+
+    def _read(self, num_bytes: int) -> bytes:
+        if self.size == 0:
+            raise SampleError("image_empty", f"{self.name} has 0 bytes")
+        if num_bytes > MAX_IMAGE_BYTES:
+            raise SampleError("image_too_many_bytes", f"{self.name}: {self.size} bytes")
+        try:
+            data = read_at(self.path, self.stamp, self.offset, num_bytes)
+        except OSError as error:
+            raise _sample_error(self.name, error) from None
+        if len(data) < num_bytes:
+            raise SampleError("image_unreadable", f"{self.name}: the shard ends inside it")
+        return data
+
+
+@dataclass(frozen=True)
+class FolderResolver:
+    """Finds the files that a record names, below the dataset's `root`.
+
+    Names are joined to `root` as `os.path.join` does: an absolute name stands for itself, and `..` may lead
+    out of `root`, since whoever wrote the annotation file may read these files anyway.
+    """
+
+    root: str
+
+    def __call__(self, name: str) -> ImageRef:
+        """Raises SampleError where `name` cannot name a file; a file that is absent shows when it is read."""
+        if not isinstance(name, str) or not name:
+            raise SampleError("image_missing", f"{name!r} is no file name")
+        path = os.path.join(self.root, name)
+        if is_remote(name) or is_remote(self.root):
+            raise SampleError("remote_not_supported", f"{name if is_remote(name) else path!r} is not a local file")
+        return FileRef(path)
