@@ -55,3 +55,87 @@ def conversation_texts(jsonl: Path) -> list[str]:
         for line in lines:
             texts.extend(turn["value"] for turn in json.loads(line)["conversations"])
     return texts
+
+
+# Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
+LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
+
+
+def tiny_text_config(llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 64, num_layers: int = 2, **overrides):
+    """Config of a tiny language model of a family, with grouped-query heads (4 query, 2 key-value)."""
+    from transformers import AutoConfig
+
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,  # a pad row of a partitioned embedding breaks ZeRO-3's start
+    }
+    if llm == "qwen3_moe":
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    return AutoConfig.for_model(llm, **(settings | overrides))
+
+
+def tiny_internvl_config(
+    tokenizer,
+    llm: str = "qwen2",
+    *,
+    image_size: int = 56,
+    patch_size: int = 14,
+    vision_hidden_size: int = 32,
+    num_vision_layers: int = 2,
+    **text_settings,
+):
+    """Config of a tiny InternVL: by default 4 tokens a tile of 56 x 56, 2 vision and 2 decoder layers.
+
+    Args:
+        llm: one of LANGUAGE_MODELS; `text_settings` go to `tiny_text_config`.
+    """
+    from transformers import InternVLConfig
+
+    text = tiny_text_config(llm, vocab_size=len(tokenizer), **text_settings)
+    vision = {
+        "hidden_size": vision_hidden_size,
+        "intermediate_size": 2 * vision_hidden_size,
+        "num_hidden_layers": num_vision_layers,
+        "num_attention_heads": 2,
+        "image_size": [image_size, image_size],
+        "patch_size": [patch_size, patch_size],
+        "attention_bias": True,
+        "initializer_range": 0.05,
+    }
+    return InternVLConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=(image_size // patch_size) ** 2 // 4,
+        downsample_ratio=0.5,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+
+
+def tiny_internvl(tokenizer, llm: str = "qwen2", *, seed: int = 0, **settings):
+    """A tiny InternVLForConditionalGeneration with seeded random weights, float32; see `tiny_internvl_config`."""
+    import torch
+    from transformers import InternVLForConditionalGeneration
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return InternVLForConditionalGeneration(tiny_internvl_config(tokenizer, llm, **settings))
+
+
+def save_tiny_checkpoint(directory: Path | str, tokenizer, llm: str = "qwen2", **settings) -> Path:
+    """Write a tiny model and its tokenizer as an ordinary checkpoint, which `from_pretrained` loads."""
+    directory = Path(directory)
+    tiny_internvl(tokenizer, llm, **settings).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

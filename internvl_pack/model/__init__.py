@@ -1,0 +1,1 @@
+"""The model side: an unmodified Hugging Face model that trains on packs. See packed.py and docs/attention.md."""

@@ -1,0 +1,256 @@
+"""From options to a `PackedModel`: load, check that the parts fit, freeze.
+
+Works under `HfDeepSpeedConfig`: with ZeRO-3 transformers then loads partitioned weights. Keep that object
+alive around the call.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from .attention import register_packed_attention
+from .head import DEFAULT_CHUNK_TOKENS
+from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from .packed import PackedModel
+
+logger = logging.getLogger(__name__)
+
+IMAGE_TOKEN = "<IMG_CONTEXT>"
+
+
+def build_model(
+    model_name_or_path: str | Path | None = None,
+    *,
+    tokenizer: Any,
+    vision_path: str | Path | None = None,
+    llm_path: str | Path | None = None,
+    attn_kernel: str = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    compute_dtype: torch.dtype | None = None,
+    loss_chunk: int = DEFAULT_CHUNK_TOKENS,
+    force_image_size: int | None = None,
+    down_sample_ratio: float | None = None,
+    freeze_llm: bool = False,
+    freeze_backbone: bool = False,
+    freeze_mlp: bool = False,
+    unfreeze_vit_layers: int = 0,
+    use_backbone_lora: int = 0,
+    use_llm_lora: int = 0,
+    drop_path_rate: float = 0.0,
+    grad_checkpoint: bool = False,
+) -> PackedModel:
+    """Load a checkpoint, or a vision tower and a language model, ready to train on packs.
+
+    Args:
+        model_name_or_path: InternVLForConditionalGeneration or a causal language model, folder or hub name.
+        tokenizer: the tokenizer the data is encoded with.
+        vision_path, llm_path: instead of model_name_or_path: a vision tower (or an InternVL to take it from)
+            and a causal language model, joined by a new projector.
+        device: where it will train, for the choice of the kernel; the model is loaded on the CPU.
+        dtype: of the weights; compute_dtype: of q, k, v in training if not dtype (autocast).
+        loss_chunk: labelled tokens whose logits exist at once.
+        force_image_size, down_sample_ratio: what the data is made for; checked against the model.
+        unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
+        use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
+
+    Raises:
+        UserError: names the option and what to do.
+    """
+    if drop_path_rate:
+        raise UserError(f"--drop_path_rate {drop_path_rate}: the native vision tower has no stochastic depth, use 0")
+    implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
+    if model_name_or_path is not None:
+        model = _load(model_name_or_path, implementation, dtype)
+    elif vision_path is not None and llm_path is not None:
+        model = _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio or 0.5)
+    else:
+        raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
+    check_fit(model.config, tokenizer, force_image_size, down_sample_ratio)
+    packed = PackedModel(model, head_chunk_tokens=loss_chunk)
+    freeze(
+        packed,
+        freeze_llm=freeze_llm,
+        freeze_backbone=freeze_backbone,
+        freeze_mlp=freeze_mlp,
+        unfreeze_vit_layers=unfreeze_vit_layers,
+        use_backbone_lora=use_backbone_lora,
+        use_llm_lora=use_llm_lora,
+    )
+    if grad_checkpoint:
+        packed.gradient_checkpointing_enable()
+    trained = packed.num_parameters(only_trainable=True)
+    logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
+    return packed
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _load(path: str | Path, implementation: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM, InternVLForConditionalGeneration
+
+    family = _model_type(path, "model_name_or_path")
+    if family == "internvl_chat":
+        raise UserError(
+            f"--model_name_or_path {path}: a checkpoint in InternVL's own format (internvl_chat); use the native one, "
+            "published under the same name ending in -HF"
+        )
+    if family == "internvl":
+        parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
+        return _from_pretrained(InternVLForConditionalGeneration, path, "model_name_or_path", parts, dtype)
+    return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
+
+
+def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio) -> nn.Module:
+    """A vision tower and a language model as one InternVL, with a new projector."""
+    from transformers import (
+        AutoModelForCausalLM,
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLVisionModel,
+    )
+
+    kind = _model_type(vision_path, "vision_path")
+    if kind == "internvl_vision":
+        vision = _from_pretrained(InternVLVisionModel, vision_path, "vision_path", "sdpa", dtype)
+    elif kind == "internvl":
+        whole = _from_pretrained(InternVLForConditionalGeneration, vision_path, "vision_path", "sdpa", dtype)
+        vision = whole.model.vision_tower
+    else:
+        raise UserError(f"--vision_path {vision_path}: {kind!r} is no native InternVL vision tower (internvl_vision)")
+    language = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
+    if len(tokenizer) > language.config.vocab_size:
+        language.resize_token_embeddings(len(tokenizer))
+    image_size, patch_size = vision.config.image_size[0], vision.config.patch_size[0]
+    config = InternVLConfig(
+        vision_config=vision.config,
+        text_config=language.config,
+        image_token_id=_image_token_id(tokenizer),
+        image_seq_length=int((image_size // patch_size) ** 2 * down_sample_ratio**2),
+        downsample_ratio=down_sample_ratio,
+        tie_word_embeddings=language.config.tie_word_embeddings,
+        dtype=dtype,
+    )
+    parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
+    model = InternVLForConditionalGeneration._from_config(config, attn_implementation=parts, dtype=dtype)
+    model.model.vision_tower = vision
+    model.model.language_model = language.model
+    model.lm_head = language.lm_head
+    return model
+
+
+def _from_pretrained(model_class, path, option: str, implementation, dtype: torch.dtype) -> nn.Module:
+    try:
+        return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+    except OSError as error:
+        raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+
+
+def _model_type(path: str | Path, option: str) -> str | None:
+    """`model_type` of a checkpoint's config, without the classes that its repository may bring."""
+    from transformers import PreTrainedConfig
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+    if "model_type" not in config:
+        raise UserError(
+            f"--{option} {path}: no config.json with a model_type there: give a checkpoint's folder or hub name"
+        )
+    return config["model_type"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+# --- do the parts fit -----------------------------------------------------------------------------
+
+
+def _image_token_id(tokenizer: Any) -> int:
+    token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    if token_id is None or token_id == tokenizer.unk_token_id:
+        raise UserError(f"the tokenizer has no {IMAGE_TOKEN} token: use the one of an InternVL checkpoint")
+    return token_id
+
+
+def check_fit(
+    config: Any, tokenizer: Any, force_image_size: int | None = None, down_sample_ratio: float | None = None
+) -> None:
+    """Check that tokens, tiles and model mean the same things.
+
+    Raises:
+        UserError: the tokenizer is another model's, or the tiles' size or reduction is not the model's.
+    """
+    vocabulary = config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocabulary}: "
+            "use the checkpoint's own tokenizer"
+        )
+    if not hasattr(config, "vision_config"):
+        return
+    if (token_id := _image_token_id(tokenizer)) != config.image_token_id:
+        raise UserError(
+            f"{IMAGE_TOKEN} is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
+            "use the checkpoint's own tokenizer"
+        )
+    sizes = set(config.vision_config.image_size)
+    if force_image_size is not None and sizes != {force_image_size}:
+        raise UserError(f"--force_image_size {force_image_size}: the model's tiles are {max(sizes)} pixels, use that")
+    if down_sample_ratio is not None and down_sample_ratio != config.downsample_ratio:
+        raise UserError(f"--down_sample_ratio {down_sample_ratio}: the model's is {config.downsample_ratio}, use that")
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+def freeze(
+    packed: PackedModel,
+    *,
+    freeze_llm: bool = False,
+    freeze_backbone: bool = False,
+    freeze_mlp: bool = False,
+    unfreeze_vit_layers: int = 0,
+    use_backbone_lora: int = 0,
+    use_llm_lora: int = 0,
+) -> None:
+    """Set requires_grad in InternVL's order, so that later options override earlier ones.
+
+    Raises:
+        UserError: nothing would be trained, or an option for a vision side the model has not.
+    """
+    vision_options = {"use_backbone_lora": use_backbone_lora, "unfreeze_vit_layers": unfreeze_vit_layers}
+    if not packed.has_vision and (given := [name for name, value in vision_options.items() if value]):
+        raise UserError(f"--{given[0]}: the model has no vision tower")
+    vision, projector = packed.vision_modules or (nn.Module(), nn.Module())
+    language = (packed.language_model, packed.get_output_embeddings())
+    if freeze_backbone:
+        vision.requires_grad_(False)
+    if freeze_llm:
+        _freeze_all(language)
+    if use_backbone_lora:
+        add_lora(vision, use_backbone_lora, VISION_TARGETS, "use_backbone_lora")
+    if use_llm_lora:
+        _freeze_all(language)
+        add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
+    if freeze_mlp:
+        projector.requires_grad_(False)
+    if unfreeze_vit_layers:
+        for layer in vision.encoder.layer[unfreeze_vit_layers:]:
+            layer.requires_grad_(True)
+    if not any(p.requires_grad for p in packed.parameters()):
+        raise UserError("nothing is left to train: leave out one of --freeze_llm, --freeze_backbone, --freeze_mlp")
+
+
+def _freeze_all(modules: tuple[nn.Module, ...]) -> None:
+    for module in modules:
+        module.requires_grad_(False)

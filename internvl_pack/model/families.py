@@ -1,0 +1,90 @@
+"""Which language models may be packed: known ones, ones refused by name, and the rest on proof.
+
+A pack keeps its segments apart in attention alone. A layer that carries a state along the row (Mamba,
+linear attention, a convolution over time) passes one sample's state to the next, and a multi-token
+prediction head looks past the end of a segment: both are refused before training. A family that is
+neither known nor refused runs only if the isolation self-check passes (selfcheck.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UserError
+
+KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama"})
+
+STATEFUL = frozenset(
+    {
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "plamo2",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+    }
+)
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+MULTI_TOKEN_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_layer_types")
+# Rotary scalings whose tables depend on the longest position of the row, so on a segment's neighbours.
+ROW_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def check_family(text_config: Any) -> bool:
+    """Refuse by name what cannot be packed.
+
+    Returns:
+        whether the family is known; an unknown one needs the isolation self-check.
+
+    Raises:
+        UserError: layers with a state along the row, or a multi-token prediction head.
+    """
+    family = text_config.model_type
+    layers = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if family in STATEFUL or layers & {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"}:
+        kinds = f" ({', '.join(sorted(layers))})" if layers else ""
+        raise UserError(
+            f"language model {family!r} has layers that carry a state along the row{kinds}: packed samples would leak "
+            "into each other; use a model with attention layers only (Qwen2, Qwen3, Llama)"
+        )
+    for option in MULTI_TOKEN_PREDICTION:
+        if getattr(text_config, option, None):
+            raise UserError(
+                f"language model {family!r} has a multi-token prediction head ({option} in its config), which predicts "
+                "across the ends of packed samples: remove it or use another model"
+            )
+    if dropout := getattr(text_config, "attention_dropout", 0.0):
+        raise UserError(
+            f"attention_dropout {dropout} in the language model's config: packed attention has none, set it to 0"
+        )
+    return family in KNOWN and not layers
+
+
+def longest_exact_segment(text_config: Any) -> int | None:
+    """The longest segment whose rotary table does not depend on its neighbours; None is no limit."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type", "default")} if isinstance(rope, dict) else set()
+    kinds |= {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
+    if not kinds & ROW_DEPENDENT_ROPE:
+        return None
+    return rope.get("original_max_position_embeddings") or text_config.max_position_embeddings

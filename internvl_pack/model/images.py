@@ -1,0 +1,65 @@
+"""Tiles to features to embeddings: normalisation on the device, and rows without an image."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# ImageNet statistics, as InternVL's image processor uses them.
+IMAGE_MEAN = (0.485, 0.456, 0.406)
+IMAGE_STD = (0.229, 0.224, 0.225)
+
+
+def normalize_tiles(tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 tiles to the vision tower's input: (x / 255 - mean) / std, computed in float32.
+
+    Args:
+        tiles: (T, 3, S, S) uint8; a floating type is taken as normalised already.
+        dtype: of the result.
+
+    Raises:
+        ValueError: another shape or type.
+    """
+    if tiles.ndim != 4 or tiles.shape[1] != 3:
+        raise ValueError(f"pixel_values must be (tiles, 3, S, S), is {tuple(tiles.shape)}")
+    if tiles.is_floating_point():
+        return tiles.to(dtype)
+    if tiles.dtype != torch.uint8:
+        raise ValueError(f"pixel_values must be uint8 tiles (or normalised floats), is {tiles.dtype}")
+    mean, std = _statistics(tiles.device)
+    return tiles.float().div_(255.0).sub_(mean).div_(std).to(dtype)
+
+
+@functools.cache
+def _statistics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(3, 1, 1) mean and std; kept, since copying constants to a device waits for it."""
+    return tuple(torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+
+
+def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """One tile of zeros for a row without an image, so that the vision side takes part in every step.
+
+    ZeRO-3 gathers, and DDP and ZeRO reduce, parameters where their modules run: a rank that skipped the
+    vision tower would leave the others waiting.
+    """
+    return torch.zeros((1, 3, *image_size), dtype=dtype, device=device)
+
+
+def place_features(embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Embeddings with the features in the image tokens' places, in order; out of place, both differentiable.
+
+    Args:
+        embeddings: (B, N, H); features: (M, H) of any floating type; positions: (M,) of the B * N tokens.
+    """
+    flat = embeddings.reshape(-1, embeddings.shape[-1])
+    return flat.index_copy(0, positions, features.to(flat.dtype)).view_as(embeddings)
+
+
+def join_without_images(embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Embeddings, unchanged, that carry a zero gradient to everything behind `features`.
+
+    The sum of no element is exactly 0 whatever the features hold; 0 * sum would be NaN where one of
+    them overflows.
+    """
+    return embeddings + features.reshape(-1)[:0].sum().to(embeddings.dtype)

@@ -1,0 +1,367 @@
+"""`PackedModel`: an unmodified Hugging Face model, run on packs.
+
+    input_ids -> embeddings --+
+    pixel_values (uint8) -> normalise -> vision tower -> projector -> image places
+                              +-> language model (boundaries by cu_seqlens) -> labelled positions -> loss
+
+The vision side runs in every forward, on a tile of zeros where the row has none, and the head runs once:
+every rank makes the same collective calls whatever its row holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ..errors import UserError
+from ..loss import IGNORE_INDEX, normalized
+from .attention import check_cu_seqlens_form, packed_row, validate_cu_seqlens
+from .families import check_family, longest_exact_segment
+from .head import DEFAULT_CHUNK_TOKENS, LabelledHead, shift_targets
+from .images import join_without_images, normalize_tiles, place_features, zero_tile
+from .lora import merged_state_dict
+
+
+@dataclass
+class PackedOutput(ModelOutput):
+    """What a forward gives; the sums are detached float32 or int64 scalars on the device.
+
+    Attributes:
+        loss: sum of w * ce / loss_normalizer.
+        weighted_sum, weight_sum: sums of w * ce and of w over the labelled targets.
+        ce_sum, num_targets: the same unweighted, for metrics.
+        logits: (B, N, V), only without labels or when asked for.
+    """
+
+    loss: torch.Tensor | None = None
+    weighted_sum: torch.Tensor | None = None
+    weight_sum: torch.Tensor | None = None
+    ce_sum: torch.Tensor | None = None
+    num_targets: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+class PackedModel(nn.Module):
+    """Runs packs (and padded batches) through `model` and returns the weighted loss.
+
+    Args:
+        model: InternVLForConditionalGeneration, or a causal language model, whose text config uses an
+            implementation of `register_packed_attention`. Known families are listed in families.py.
+        head_chunk_tokens: labelled tokens whose logits exist at once.
+
+    Raises:
+        UserError: a family that cannot be packed.
+    """
+
+    main_input_name = "input_ids"
+    accepts_loss_kwargs = True  # the loss is normalised over the whole step by its caller, not by the Trainer
+    _keys_to_ignore_on_save = None
+
+    def __init__(self, model: nn.Module, *, head_chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> None:
+        super().__init__()
+        self.model = model
+        text_config = model.config.get_text_config()
+        self.family_is_known = check_family(text_config)
+        self._longest_exact_segment = longest_exact_segment(text_config)
+        if not str(text_config._attn_implementation).startswith("internvl_pack_"):
+            raise ValueError(
+                f"the language model's attention is {text_config._attn_implementation!r}: load it with build_model, or "
+                'call model.set_attn_implementation({"text_config": register_packed_attention()})'
+            )
+        self.head = LabelledHead(model.get_output_embeddings, head_chunk_tokens)
+        self.register_load_state_dict_pre_hook(_refuse_other_names)
+
+    # --- parts -------------------------------------------------------------------------------------
+
+    @property
+    def has_vision(self) -> bool:
+        return hasattr(self.model.config, "vision_config")
+
+    @property
+    def language_model(self) -> nn.Module:
+        """The decoder without its head."""
+        return self.model.model.language_model if self.has_vision else self.model.model
+
+    @property
+    def vision_modules(self) -> list[nn.Module]:
+        """The vision tower and the projector; empty for a text-only model."""
+        if not self.has_vision:
+            return []
+        return [self.model.model.vision_tower, self.model.model.multi_modal_projector]
+
+    @property
+    def tokens_per_tile(self) -> int:
+        vision = self.config.vision_config
+        patches = (vision.image_size[0] // vision.patch_size[0]) * (vision.image_size[1] // vision.patch_size[1])
+        return int(patches * self.config.downsample_ratio**2)
+
+    # --- forward -----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_weight: torch.Tensor | None = None,
+        loss_normalizer: torch.Tensor | float | None = None,
+        attention_mask: torch.Tensor | None = None,
+        num_loss_tokens: int | None = None,
+        num_image_tokens: int | None = None,
+        return_logits: bool = False,
+        **_other_batch_keys: Any,
+    ) -> PackedOutput:
+        """One row of packed segments, or a padded batch.
+
+        Args:
+            input_ids, position_ids: (1, N) int64, positions restarting at 0 in each segment; or (B, L)
+                padded on the right, with `attention_mask` and without `cu_seqlens`.
+            cu_seqlens: int32 (S+1,), and max_seqlen, an int; validated here where it is on the host, by
+                the collator otherwise.
+            pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
+            labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
+            loss_normalizer: what the weighted sum is divided by, None for this batch's own sum of weights.
+            num_loss_tokens, num_image_tokens: labelled targets and image tokens as the collator counted
+                them on the host; with them a CUDA device is not waited for. They are still checked there.
+            return_logits: also return all logits, for checks and evaluation.
+
+        Raises:
+            ValueError: shapes, boundaries or image tokens that do not fit together.
+        """
+        _check_shapes(input_ids, position_ids=position_ids, labels=labels, loss_weight=loss_weight)
+        if cu_seqlens is not None:
+            self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask)
+            cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
+
+        embeddings = self.model.get_input_embeddings()(input_ids)
+        if self.has_vision:
+            embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens)
+        elif pixel_values is not None and len(pixel_values):
+            raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
+        hidden = self._decode(embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask)
+
+        output = PackedOutput()
+        if labels is not None:
+            self._add_loss(output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens)
+        if labels is None or return_logits:
+            output.logits = self.model.get_output_embeddings()(hidden)
+        return output
+
+    def _check_boundaries(self, cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask) -> None:
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
+        if attention_mask is not None:
+            raise ValueError("attention_mask and cu_seqlens together: a pack's boundaries say all, leave the mask out")
+        if max_seqlen is None or position_ids is None:
+            raise ValueError("a pack needs max_seqlen (the longest segment, a Python int) and position_ids")
+        if cu_seqlens.device.type == "cpu":
+            validate_cu_seqlens(cu_seqlens, input_ids.shape[1], max_seqlen)
+        else:
+            check_cu_seqlens_form(cu_seqlens, max_seqlen)
+        if position_ids.device.type == cu_seqlens.device.type == "cpu":
+            first = position_ids[0, cu_seqlens[:-1].long()]
+            if first.any():
+                segment = int(first.nonzero()[0])
+                raise ValueError(f"position_ids must restart at 0: segment {segment} starts at {int(first[segment])}")
+        limit = self._longest_exact_segment
+        if limit is not None and max_seqlen > limit:
+            raise UserError(
+                f"a segment of {max_seqlen} tokens with a rotary scaling that depends on the row's longest position: "
+                f"lower --max_seq_length to {limit}, or set a static rope_type in the model's config"
+            )
+
+    def _with_images(self, embeddings, input_ids, pixel_values, num_image_tokens) -> torch.Tensor:
+        vision = self.config.vision_config
+        num_tiles = 0 if pixel_values is None else len(pixel_values)
+        positions = true_positions(input_ids.reshape(-1) == self.config.image_token_id, num_image_tokens)
+        if len(positions) != num_tiles * self.tokens_per_tile:
+            raise ValueError(
+                f"{len(positions)} image tokens (id {self.config.image_token_id}) for {num_tiles} tiles of "
+                f"{self.tokens_per_tile} tokens: --force_image_size, --down_sample_ratio and the tokenizer must be the "
+                "model's"
+            )
+        dtype = self.vision_modules[0].dtype
+        if num_tiles:
+            if tuple(pixel_values.shape[-2:]) != tuple(vision.image_size):
+                raise ValueError(
+                    f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {tuple(vision.image_size)}"
+                )
+            tiles = normalize_tiles(pixel_values.to(embeddings.device, non_blocking=True), dtype)
+        else:
+            tiles = zero_tile(vision.image_size, embeddings.device, dtype)
+        features = self.image_features(tiles)
+        if num_tiles:
+            return place_features(embeddings, features.reshape(-1, features.shape[-1]), positions)
+        return join_without_images(embeddings, features)
+
+    def image_features(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Normalised tiles (T, 3, S, S) to (T, tokens_per_tile, H); no graph where all of it is frozen."""
+        trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
+        with contextlib.nullcontext() if trained or tiles.requires_grad else torch.no_grad():
+            return self.model.get_image_features(
+                pixel_values=tiles,
+                vision_feature_layer=self.config.vision_feature_layer,
+                vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+                return_dict=True,
+            ).pooler_output
+
+    def _decode(self, embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask) -> torch.Tensor:
+        """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
+        inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
+        if cu_seqlens is None:
+            return self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
+        with packed_row(cu_seqlens, max_seqlen) as names:
+            return self.language_model(**inputs, **names).last_hidden_state
+
+    def _add_loss(self, output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens) -> None:
+        targets, weights = shift_targets(labels, loss_weight, cu_seqlens)
+        targets, weights = targets.reshape(-1), weights.reshape(-1)
+        positions = true_positions(targets != IGNORE_INDEX, num_loss_tokens)
+        self.head.share_with_zero3()
+        weighted, plain = self.head(
+            hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions), targets[positions], weights[positions]
+        )
+        weight_sum = weights.sum()
+        if loss_normalizer is None:
+            loss_normalizer = weight_sum
+        output.loss = normalized(weighted, loss_normalizer)
+        output.weighted_sum, output.weight_sum = weighted.detach(), weight_sum
+        output.ce_sum = plain
+        output.num_targets = torch.full((), len(positions), device=hidden.device)
+
+    # --- what the Trainer and DeepSpeed look for ---------------------------------------------------
+
+    @property
+    def config(self):
+        return self.model.config
+
+    @property
+    def generation_config(self):
+        return getattr(self.model, "generation_config", None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        return self.model.num_parameters(only_trainable, exclude_embeddings)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **options: Any) -> None:
+        """Recompute each vision and decoder layer in the backward pass.
+
+        Raises:
+            UserError: reentrant checkpointing, which loses gradients where the layers' input needs none.
+        """
+        kwargs = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        if kwargs["use_reentrant"]:
+            raise UserError(
+                "gradient_checkpointing_kwargs: set use_reentrant to false, true loses gradients of frozen parts"
+            )
+        enable, name = _first_method(self.model, "activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable(**{f"{name.removesuffix('_enable')}_kwargs": kwargs}, **options)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, **options: Any
+    ) -> None:
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        _first_method(self.model, "activation_checkpointing_disable", "gradient_checkpointing_disable")[0]()
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    def save_pretrained(self, save_directory: str | Path, state_dict: dict | None = None, **kwargs: Any) -> None:
+        """An ordinary Hugging Face checkpoint of the inner model, LoRA merged in.
+
+        Args:
+            state_dict: of this wrapper or of the inner model, as a Trainer has gathered it; None takes
+                the model's own.
+        """
+        if state_dict is None:
+            state_dict = self.model.state_dict()
+        state_dict = merged_state_dict(self.model, inner_names(state_dict, self.model))
+        self.model.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+
+    def load_pretrained(self, directory: str | Path) -> None:
+        """Take the weights of a checkpoint that `save_pretrained` wrote (not under ZeRO-3, not with LoRA).
+
+        transformers stores some models under other names than their parameters', so the state dict of
+        the file cannot simply be loaded.
+
+        Raises:
+            RuntimeError: weights that are missing or do not fit.
+        """
+        saved = type(self.model).from_pretrained(directory, dtype=self.dtype)
+        self.model.load_state_dict(saved.state_dict())
+
+
+def true_positions(mask: torch.Tensor, count: int | None) -> torch.Tensor:
+    """Indices (M,) int64 where `mask` (n,) is true.
+
+    Args:
+        count: M where it is known on the host: a CUDA device then checks it without being waited for,
+            and stops the run if it is wrong.
+
+    Raises:
+        ValueError: `count` is wrong, on a CPU.
+    """
+    if count is None or mask.device.type != "cuda":
+        positions = mask.nonzero().squeeze(1)
+        if count is not None and len(positions) != count:
+            raise ValueError(f"the batch was counted to hold {count} of these tokens, it holds {len(positions)}")
+        return positions
+    torch._assert_async(mask.sum() == count)
+    return torch.nonzero_static(mask, size=count, fill_value=0).squeeze(1)
+
+
+def inner_names(state_dict: dict, model: nn.Module) -> dict:
+    """A state dict under the inner model's names, whether it was taken of the wrapper or of `model` itself."""
+    own = model.state_dict().keys()
+    if all(name in own for name in state_dict):
+        return state_dict
+    return {name.removeprefix("model."): value for name, value in state_dict.items()}
+
+
+def _refuse_other_names(wrapper: PackedModel, state_dict: dict, prefix: str, *_: Any) -> None:
+    """A saved checkpoint's names fit none of the parameters: loaded leniently, it would change nothing at all."""
+    own = [prefix + name for name in wrapper.state_dict()]
+    if not any(name in state_dict for name in own):
+        raise ValueError("no name of this state dict is a parameter's: to load a saved checkpoint use load_pretrained")
+
+
+def _first_method(model: nn.Module, *names: str):
+    """The first of a method's names that this version of transformers knows, and that name."""
+    name = next(n for n in names if hasattr(model, n))
+    return getattr(model, name), name
+
+
+def _check_shapes(input_ids: torch.Tensor, **others: torch.Tensor | None) -> None:
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be (1, N) or (B, L), is {tuple(input_ids.shape)}")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, input_ids is {tuple(input_ids.shape)}: they must agree")

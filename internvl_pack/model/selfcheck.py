@@ -1,0 +1,156 @@
+"""Isolation, checked on the model that will train: two segments, one of them changed.
+
+Every token and pixel of one segment is replaced; the other's hidden states and logits must not move,
+in both directions. If one moves, the first module in the order of the forward pass where it does is
+named. Takes three forward passes of a few dozen tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from .packed import PackedModel
+
+TOKENS_OF_TEXT = 12  # before and after the image of each segment
+
+# A changed neighbour may not move a value by more than this many units in the last place of the largest:
+# the same rows in the same shapes give the same bits nearly everywhere, a leak moves the leading digits.
+TOLERANCE_ULP = 4
+
+
+class IsolationError(UserError):
+    """A segment saw its neighbour; `component` is where."""
+
+    def __init__(self, component: str, detail: str) -> None:
+        super().__init__(f"packed segments are not isolated: {component} leaks, {detail}")
+        self.component = component
+
+
+def check_isolation(
+    model: nn.Module, call: Callable[..., Any] | None = None, device: torch.device | str | None = None
+) -> None:
+    """Raise IsolationError if a segment's outputs depend on its neighbour.
+
+    Args:
+        model: a PackedModel, or what wraps it (DDP, a DeepSpeed engine); with ZeRO-3 every rank must call.
+        call: what runs a forward pass, if not `model` itself.
+        device: where the inputs go, if not where the model's weights are.
+    """
+    core = _packed_model(model)
+    call = call or model
+    training = core.training
+    core.eval()
+    try:
+        with torch.no_grad():
+            _check(core, call, device or core.device)
+    finally:
+        core.train(training)
+
+
+def _check(core: PackedModel, call: Callable[..., Any], device: torch.device | str) -> None:
+    segments = [_segment(core, seed) for seed in (0, 1)]
+    reference = _run(core, call, segments, device)
+    for changed, watched in ((0, 1), (1, 0)):
+        variant = list(segments)
+        variant[changed] = _changed(core, segments[changed])
+        outputs = _run(core, call, variant, device)
+        for name, values in outputs.items():
+            before, after = (_part(v, name, watched) for v in (reference[name], values))
+            scale = before.abs().max().item()
+            moved = (after - before).abs().max().item()
+            if not moved <= TOLERANCE_ULP * torch.finfo(before.dtype).eps * scale:
+                where = "after" if watched < changed else "before"
+                raise IsolationError(
+                    name, f"a segment's values move by {moved:.2g} of {scale:.2g} when the one {where} it changes"
+                )
+
+
+def _segment(core: PackedModel, seed: int) -> dict[str, torch.Tensor]:
+    """Random text around one random tile."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = core.config.get_text_config().vocab_size
+    text = torch.randint(vocabulary, (2 * TOKENS_OF_TEXT,), generator=generator)
+    if not core.has_vision:
+        return {"ids": text}
+    image_id = core.config.image_token_id
+    text[text == image_id] = (image_id + 1) % vocabulary
+    size = core.config.vision_config.image_size
+    image = torch.full((core.tokens_per_tile,), image_id)
+    return {
+        "ids": torch.cat([text[:TOKENS_OF_TEXT], image, text[TOKENS_OF_TEXT:]]),
+        "tile": torch.randint(256, (1, 3, *size), dtype=torch.uint8, generator=generator),
+    }
+
+
+def _changed(core: PackedModel, segment: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Another token at every place of text, and the negative of the tile."""
+    vocabulary = core.config.get_text_config().vocab_size
+    other = (segment["ids"] + vocabulary // 2) % vocabulary
+    if "tile" not in segment:
+        return {"ids": other}
+    image_id = core.config.image_token_id
+    other[other == image_id] = (image_id + 1) % vocabulary
+    return {"ids": torch.where(segment["ids"] == image_id, image_id, other), "tile": 255 - segment["tile"]}
+
+
+def _run(core, call, segments, device) -> dict[str, torch.Tensor]:
+    """The row's logits and what each component gave on the way, in order."""
+    lengths = [len(s["ids"]) for s in segments]
+    batch = {
+        "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+        "max_seqlen": max(lengths),
+        "pixel_values": torch.cat([s["tile"] for s in segments]).to(device) if core.has_vision else None,
+    }
+    with _recording(core) as seen:
+        logits = call(**batch)["logits"]
+    return seen | {"the output head": logits}
+
+
+@contextlib.contextmanager
+def _recording(core: PackedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Outputs of the components by a readable name."""
+    text_config = core.config.get_text_config()
+    named = [("the vision tower", m) for m in core.vision_modules[:1]]
+    named += [("the projector", m) for m in core.vision_modules[1:]]
+    for i, layer in enumerate(getattr(core.language_model, "layers", [])):
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None:
+            named.append((f"attention of decoder layer {i} ({text_config._attn_implementation})", attention))
+        named.append((f"decoder layer {i} ({type(layer).__name__})", layer))
+    named.append(("the language model", core.language_model))
+    seen: dict[str, torch.Tensor] = {}
+    handles = [m.register_forward_hook(lambda _m, _i, out, n=n: seen.__setitem__(n, _tensor(out))) for n, m in named]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["last_hidden_state"] if isinstance(output, dict) else output[0]
+
+
+def _part(values: torch.Tensor, name: str, segment: int) -> torch.Tensor:
+    """What belongs to one of the two equally long segments: its tile's or its tokens' values."""
+    if name in ("the vision tower", "the projector"):
+        return values[segment]
+    return values[0].chunk(2)[segment]
+
+
+def _packed_model(model: nn.Module) -> PackedModel:
+    while not isinstance(model, PackedModel):
+        if not hasattr(model, "module"):
+            raise TypeError(f"{type(model).__name__} neither is nor wraps a PackedModel")
+        model = model.module
+    return model
