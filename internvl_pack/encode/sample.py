@@ -13,7 +13,7 @@ import numpy as np
 
 from internvl_pack.encode.chat import Part, make_template, single_token
 from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
-from internvl_pack.encode.images import ImageLimits, decode_tiles, image_size_of
+from internvl_pack.encode.images import ImageRules, decode_tiles, image_size_of
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
 from internvl_pack.errors import SampleError, UserError
@@ -33,7 +33,8 @@ class EncodeConfig:
         the maximum. A data set's own max_dynamic_patch takes precedence.
     dynamic_image_size: cut images into tiles at all; False squeezes each into one.
     max_image_pixels: width x height above which an image is refused from its header.
-    allow_truncated_images: accept cut-off image files, the missing part grey.
+    allow_truncated_images: accept damaged and cut-off image files, the missing part grey or black.
+    apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
     markup_tokens: special tokens that text may contain as tokens (grounding markup).
     """
 
@@ -44,8 +45,9 @@ class EncodeConfig:
     max_dynamic_patch: int = 12
     use_thumbnail: bool = True
     dynamic_image_size: bool = True
-    max_image_pixels: int = ImageLimits().max_image_pixels
+    max_image_pixels: int = ImageRules().max_image_pixels
     allow_truncated_images: bool = False
+    apply_exif_orientation: bool = True
     markup_tokens: tuple[str, ...] = MARKUP_TOKENS
 
     def __post_init__(self) -> None:
@@ -65,8 +67,8 @@ class EncodeConfig:
             )
 
     @property
-    def limits(self) -> ImageLimits:
-        return ImageLimits(self.max_image_pixels, self.allow_truncated_images)
+    def rules(self) -> ImageRules:
+        return ImageRules(self.max_image_pixels, self.allow_truncated_images, self.apply_exif_orientation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Encoder:
 
     def __init__(self, tokenizer, config: EncodeConfig | None = None) -> None:
         self.config = config = config or EncodeConfig()
-        self._limits = config.limits
+        self._rules = config.rules
         self.pad_token_id = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         )
@@ -155,7 +157,7 @@ class Encoder:
         images = []
         for name in names:
             ref = raw.resolve(name)
-            size = image_size_of(ref, self._limits)
+            size = image_size_of(ref, self._rules)
             grid = ONE_TILE
             if config.dynamic_image_size:
                 grid = plan_grid(
@@ -236,8 +238,8 @@ class Encoder:
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
-                pixels = decode_tiles(image.ref, image.grid, size, self._limits, image.size)
-                tiles[first - tile_start : last - tile_start] = pixels
+                out = tiles[first - tile_start : last - tile_start]
+                decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=out)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last

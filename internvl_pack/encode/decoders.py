@@ -1,0 +1,237 @@
+"""From compressed bytes to upright RGB pixels: the one place where a decoder is chosen.
+
+    JPEG, 1 or 3 components   simplejpeg (libjpeg-turbo): bit-equal to Pillow, a fifth faster, reports damage that
+                              Pillow passes over, and can decode at 1/2, 1/4 or 1/8 of the size
+    JPEG, 4 components        simplejpeg to CMYK, then Pillow's CMYK to RGB
+    everything else           Pillow, restricted to the format that the signature names
+
+Rules for what is not plain RGB stand in docs/encoding.md. Memory: at most 16 bytes a pixel besides the file's bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from contextlib import contextmanager
+
+import numpy as np
+
+from internvl_pack.encode.headers import PNG_SIGNATURE, Header, open_by_pillow
+from internvl_pack.errors import SampleError
+
+#: A scaled decode must leave this many times the target's pixels along each edge. Powers of two only: other scales are
+#: slower and shift pixels. On photographs the result is within 1 level of the full decode on average.
+SCALED_DECODE_MARGIN = 1.5
+
+_pillow_lock = threading.Lock()
+
+
+def decode_rgb(
+    name: str, data: bytes, header: Header, target: tuple[int, int] | None = None, *, allow_truncated: bool = False
+) -> np.ndarray:
+    """The first frame, as stored (not turned upright), (height, width, 3) uint8, writable.
+
+    Args:
+        name: of the image, for messages.
+        data: the whole file.
+        header: its header, from read_header.
+        target: (width, height) in stored orientation that the pixels will be resized to. A JPEG much larger than
+            that may come smaller than its header says.
+        allow_truncated: accept damaged and cut-off files, what is missing grey or black.
+
+    Raises SampleError: `image_truncated`, `image_corrupt`, `image_mode`, `image_too_large`.
+    """
+    try:
+        if header.format == "JPEG" and header.components in (1, 3, 4):
+            pixels = _decode_jpeg(data, header, target, allow_truncated)
+            if pixels is not None:
+                return pixels
+        elif header.format == "PNG":
+            data = _checked_png(data, allow_truncated)
+        elif header.format == "WEBP" and not allow_truncated and len(data) < 8 + int.from_bytes(data[4:8], "little"):
+            raise SampleError("image_truncated", "shorter than its own header says")
+        return _decode_by_pillow(data, header.format, allow_truncated)
+    except SampleError as error:
+        raise SampleError(error.reason, f"{name}: {error.detail}") from None
+    except MemoryError:
+        detail = f"{name}: no memory for {header.width} x {header.height} pixels; lower max_image_pixels"
+        raise SampleError("image_too_large", detail) from None
+    except Exception as error:  # decoders raise whatever their plugin raises; one image must not end a worker
+        reason = "image_truncated" if "truncated" in str(error) else "image_corrupt"
+        raise SampleError(reason, f"{name}: {type(error).__name__}: {error}") from None
+
+
+def _decode_jpeg(data: bytes, header: Header, target, allow_truncated: bool) -> np.ndarray | None:
+    """By simplejpeg; None where it cannot (rare codings), which Pillow then decides."""
+    import simplejpeg
+
+    scale = _jpeg_scale(header, target)
+    colorspace = "CMYK" if header.components == 4 else "RGB"
+
+    def decode(strict: bool) -> np.ndarray:
+        return simplejpeg.decode_jpeg(
+            data,
+            colorspace,
+            min_height=-(-header.height // scale),
+            min_width=-(-header.width // scale),
+            min_factor=scale,
+            strict=strict,
+        )
+
+    try:
+        pixels = decode(strict=not allow_truncated)
+    except ValueError as error:
+        message = str(error)
+        if not allow_truncated and "Premature end" in message:
+            raise SampleError("image_truncated", message) from None
+        if not allow_truncated and message.startswith("Corrupt JPEG data"):
+            raise SampleError("image_corrupt", message) from None
+        try:
+            pixels = decode(strict=False)  # a warning that does not touch pixels, such as an unknown JFIF version
+        except ValueError:
+            return None
+    return _cmyk_to_rgb(pixels) if header.components == 4 else pixels
+
+
+def _jpeg_scale(header: Header, target: tuple[int, int] | None) -> int:
+    """The largest of 1, 2, 4, 8 by which the decoder may shrink."""
+    if target is None:
+        return 1
+    room = min(header.width / target[0], header.height / target[1]) / SCALED_DECODE_MARGIN
+    return next(scale for scale in (8, 4, 2, 1) if scale <= room or scale == 1)
+
+
+def _cmyk_to_rgb(pixels: np.ndarray) -> np.ndarray:
+    """JPEG's CMYK is read by Adobe's convention, 0 for full ink, with and without the Adobe marker.
+
+    That is what Pillow and browsers do; files that mean the opposite are not told apart by anything in them.
+    """
+    from PIL import Image
+
+    height, width, _ = pixels.shape
+    return np.array(Image.frombuffer("CMYK", (width, height), pixels, "raw", "CMYK;I", 0, 1).convert("RGB"))
+
+
+_PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+
+
+def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
+    """The PNG with its checksums verified, and nothing but its first picture in it.
+
+    Pillow does not verify the checksums of pixel data, refuses files with comments or profiles above a process-wide
+    limit, and would look for animation frames; what is not needed for the picture is left out before it sees it.
+    """
+    kept = [PNG_SIGNATURE]
+    position, whole, stripped = len(PNG_SIGNATURE), False, False
+    while position + 12 <= len(data):
+        kind = data[position + 4 : position + 8]
+        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        if stop > len(data):
+            break
+        if kind in _PNG_KEPT:
+            checksum = zlib.crc32(memoryview(data)[position + 4 : stop - 4])
+            if checksum != int.from_bytes(data[stop - 4 : stop], "big") and not allow_truncated:
+                raise SampleError(
+                    "image_corrupt", f"the checksum of the {kind.decode()} chunk at byte {position} is wrong"
+                )
+            kept.append(data[position:stop])
+        else:
+            stripped = True
+        position = stop
+        if kind == b"IEND":
+            whole = True
+            break
+    if not whole:
+        if not allow_truncated:
+            raise SampleError("image_truncated", "the file ends before the picture does")
+        kept.append(data[position:])
+    return b"".join(kept) if stripped else data
+
+
+@contextmanager
+def _lenient_pillow():
+    """Pillow knows truncation tolerance only as a process-wide switch: on for one decode, under a lock, then back."""
+    from PIL import ImageFile
+
+    with _pillow_lock:
+        before = ImageFile.LOAD_TRUNCATED_IMAGES
+        ImageFile.LOAD_TRUNCATED_IMAGES = True
+        try:
+            yield
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> np.ndarray:
+    if allow_truncated:
+        with _lenient_pillow():
+            image = open_by_pillow(pillow_name, data)
+            image.load()
+    else:
+        image = open_by_pillow(pillow_name, data)
+        image.load()
+    return _to_rgb(image)
+
+
+def _to_rgb(image) -> np.ndarray:
+    """Any Pillow mode to (height, width, 3) uint8."""
+    mode = image.mode
+    if mode == "I" or mode.startswith("I;16"):
+        return _grey(_integers_to_bytes(np.asarray(image)))
+    if mode == "F":
+        return _grey(_floats_to_bytes(np.asarray(image)))
+    if image.has_transparency_data:
+        return _on_white(image)
+    if mode == "RGB":
+        return np.array(image)
+    try:
+        return np.array(image.convert("RGB"))
+    except ValueError as error:
+        raise SampleError("image_mode", f"pixels of mode {mode}: {error}") from None
+
+
+def _grey(levels: np.ndarray) -> np.ndarray:
+    return np.repeat(levels[:, :, None], 3, axis=2)
+
+
+def _on_white(image) -> np.ndarray:
+    """Transparent pixels show white paper, half transparent ones are mixed with it."""
+    from PIL import Image
+
+    if image.mode == "La":
+        image = image.convert("LA")
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    paper = Image.new("RGB", rgba.size, (255, 255, 255))
+    paper.paste(rgba, mask=rgba.getchannel("A"))
+    return np.array(paper)
+
+
+def _integers_to_bytes(values: np.ndarray) -> np.ndarray:
+    """16-bit levels to 8 bits by the depth in use: white is 65535, or 4095 or 255 where nothing is brighter.
+
+    Sensors write 12 bits, and label maps 8, into 16-bit files; by 65535 both would turn black.
+    """
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 0xFFFF:
+        raise SampleError("image_mode", f"grey levels from {low} to {high}; integers must lie in 0 to 65535")
+    shift = 8 if high > 0xFFF else 4 if high > 0xFF else 0
+    return (values >> shift).astype(np.uint8)
+
+
+def _floats_to_bytes(values: np.ndarray) -> np.ndarray:
+    """Floats in 0 to 1 are scaled by 255, floats in 0 to 255 are levels; rounded to the nearest."""
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 255):  # false for NaN, too
+        raise SampleError("image_mode", f"grey levels from {low:g} to {high:g}; floats must lie in 0 to 1 or 0 to 255")
+    return np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
+
+
+def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Apply an EXIF orientation (1 to 8) to (height, width, 3) pixels; a copy only where something moves."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    rows = slice(None, None, -1) if orientation in (3, 4, 7, 8) else slice(None)
+    columns = slice(None, None, -1) if orientation in (2, 3, 6, 7) else slice(None)
+    return np.ascontiguousarray(pixels[rows, columns])
