@@ -1,5 +1,8 @@
 """Cut samples that do not fit into a pack.
 
+A cut inside a run of text repeats the token before it, unsupervised (`num_context_tokens`): without it
+the first token of the fragment, which may be a target, would have nothing to be predicted from.
+
 Where the cuts fall: as few as possible inside a turn, then as few fragments as possible, then fragments
 of even length. An image's block is never cut. Every token and tile of the sample lands in exactly one
 fragment, in order.
@@ -86,7 +89,9 @@ def split(
     prefix = 0
     if repeat_system_prompt and _can_repeat(record, layout, room):
         prefix = record.num_system_tokens
-    cuts = _choose_cuts(layout, room, room - prefix, budget.max_tiles)
+    # One token of each later fragment is kept for the context token of a cut inside text.
+    context = 1 if layout.largest_image_tokens < room - prefix and room - prefix > 1 else 0
+    cuts = _choose_cuts(layout, room, room - prefix - context, budget.max_tiles)
     return [
         Fragment(
             position,
@@ -98,6 +103,7 @@ def split(
             layout.tiles_before(start),
             layout.tiles_before(stop),
             num_prefix_tokens=prefix if index else 0,
+            num_context_tokens=context if start and layout.inside_text(start) else 0,
         )
         for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
     ]
@@ -144,6 +150,10 @@ class _Layout:
         """Tiles of the images that begin before `token`, which lies at a permitted cut."""
         span = self._span_at(token)
         return self.tiles[span + 1] if token == self.starts[span + 1] else self.tiles[span]
+
+    def inside_text(self, token: int) -> bool:
+        """Whether a cut at `token` parts a run of text, whose next token may be a supervised target."""
+        return self.starts[self._span_at(token)] != token
 
     def down(self, token: int) -> int:
         """The last permitted cut at or before `token`."""
