@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .refs import Stamp
+from .refs import Stamp, system_path
 
 SUFFIX = ".ivp.idx"
 """Not plain `.idx`: other tools keep their own indexes under that name beside shards."""
@@ -69,7 +69,7 @@ def read_index(data_path: str, kind: str, stamp: Stamp, *, only: Sequence[str] |
     """
     path = index_path(data_path)
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, the map keeps its own descriptor
+        file = open(system_path(path), "rb")  # noqa: SIM115 - closed below, the map keeps its own descriptor
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -88,7 +88,8 @@ def read_index(data_path: str, kind: str, stamp: Stamp, *, only: Sequence[str] |
             if count == 0:
                 columns[name] = np.empty(0, dtype)
             else:
-                columns[name] = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+                mapped = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+                columns[name] = np.asarray(mapped)  # the plain array over it is quicker to take numbers from
     return IndexFile(kind, found, columns, footer["notes"])
 
 
@@ -127,17 +128,17 @@ class IndexWriter:
     """
 
     def __init__(self, data_path: str, kind: str, stamp: Stamp, columns: Mapping[str, str]) -> None:
-        self._path = index_path(data_path)
+        self._path = system_path(index_path(data_path))
         self._kind, self._stamp = kind, stamp
         self._dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in columns.items()}
         self._counts = dict.fromkeys(columns, 0)
-        folder = os.path.dirname(self._path) or "."
+        folder = os.path.dirname(self._path) or b"."
         try:
             descriptor, self._temporary = tempfile.mkstemp(
-                prefix=os.path.basename(self._path)[:150] + ".", suffix=".tmp", dir=folder
+                prefix=os.path.basename(self._path)[-60:] + b".", suffix=b".tmp", dir=folder
             )
             self._file = os.fdopen(descriptor, "wb")
-            self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in columns}
+            self._spools = {name: tempfile.TemporaryFile(dir=folder) for name in columns}  # noqa: SIM115
         except OSError as error:
             raise UserError(f"cannot write an index beside {data_path}: {error.strerror}") from None
 
@@ -145,8 +146,8 @@ class IndexWriter:
         self._counts[name] += len(values)
         self._spools[name].write(np.ascontiguousarray(values, self._dtypes[name]).data)
 
-    def finish(self, notes: Mapping[str, Any]) -> str:
-        """Put the columns together and rename the file into place; returns its path."""
+    def finish(self, notes: Mapping[str, Any]) -> None:
+        """Put the columns together and rename the file into place."""
         self._file.write(_MAGIC)
         columns = {}
         for name, spool in self._spools.items():
@@ -164,8 +165,7 @@ class IndexWriter:
         os.fchmod(self._file.fileno(), 0o666 & ~_umask())
         self._close()
         os.replace(self._temporary, self._path)
-        self._temporary = ""
-        return self._path
+        self._temporary = b""
 
     def _close(self) -> None:
         self._file.close()

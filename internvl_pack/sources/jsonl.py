@@ -159,11 +159,11 @@ class JsonlIndex:
         """Offset of a row; the file's size for the row after the last."""
         if row == len(self.low):
             return self.stamp.size
-        return int(self.low[row]) | int(np.searchsorted(self.high, row, "right")) << 32
+        return int(self.low[row]) | int(np.searchsorted(self.high, np.uint64(row), "right")) << 32
 
     def line(self, row: int) -> int:
         """Number of the row's line in the file, from 1."""
-        return row + 1 + int(np.searchsorted(self.blank, row, "right"))
+        return row + 1 + int(np.searchsorted(self.blank, np.uint64(row), "right"))
 
 
 def build_index(path: str, stamp: Stamp) -> JsonlIndex:
@@ -188,8 +188,8 @@ class JsonlIndexWriter:
         self._writer.append("low", part.low)
         self.num_rows += len(part.low)
 
-    def finish(self) -> str:
-        return self._writer.finish({})
+    def finish(self) -> None:
+        self._writer.finish({})
 
     def __enter__(self) -> JsonlIndexWriter:
         return self
@@ -228,6 +228,8 @@ def check_format(path: str, stamp: Stamp) -> None:
     for magic, what in _REFUSED_STARTS.items():
         if head.startswith(magic):
             raise UserError(f"annotation {path} {what}")
+    if head[257:262] == b"ustar":
+        raise UserError(f"annotation {path} is a tar archive: name it under 'shards' instead of 'annotation'")
     lines = [line.strip(_BLANK) for line in head.removeprefix(_BOM).split(b"\n")]
     known_whole = len(lines) - (len(head) < stamp.size)  # the last line of the head may go on
     lines = [line for line in lines[:known_whole] if line] or lines[:1]
@@ -306,10 +308,18 @@ class JsonlSource(Source):
             raise IndexError(f"row {row} of {len(self._index)}")
         origin = self.origin(row)
         start, stop = self._index.start(row), self._index.start(row + 1)
+        before = min(start, 1)  # the byte in front shows whether a line does start here
+        length = min(stop - start, MAX_RECORD_BYTES + 1)
         try:
-            raw = read_at(self._path, self._index.stamp, start, min(stop - start, MAX_RECORD_BYTES + 1))
+            raw = read_at(self._path, self._index.stamp, start - before, length + before)
         except OSError as error:
             raise SampleError("record_unreadable", f"{origin}: {error.strerror}") from error
+        if before and raw[0] != _NEWLINE and start != len(_BOM):
+            raise UserError(
+                f"{origin} does not start where the index says: {self._path} was changed in place while in use, or "
+                f"{index_path(self._path)} is damaged; start again, and delete that file if it is there"
+            )
+        raw = raw[before:]
         end = raw.find(b"\n")  # blank lines may follow up to the next row
         if end >= 0:
             raw = raw[:end]
@@ -334,7 +344,8 @@ def _index_of(path: str, stamp: Stamp) -> JsonlIndex:
     index = load_index(path, stamp)
     if index is None:
         if stamp.size >= _HINT_BYTES:
-            logger.warning("indexing %s (%.1f GB) in memory; internvl-pack index does it once for all runs",
-                           path, stamp.size / 1e9)  # fmt: skip
+            logger.warning(
+                "indexing %s (%.1f GB) in memory; internvl-pack index does it once for all runs", path, stamp.size / 1e9
+            )
         index = build_index(path, stamp)
     return index

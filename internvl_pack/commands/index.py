@@ -1,0 +1,174 @@
+"""`internvl-pack index META`: write the index files that let every run open its data at once."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+from ..sources import jsonl, shard_index
+from ..sources.index import BadIndexError, read_index
+from ..sources.meta import load_meta
+from ..sources.refs import Stamp, stamp_of
+
+HELP = "Index the annotation files and shards of a meta file, one index file beside each."
+
+
+class DataFile(NamedTuple):
+    """A file to index: `kind` is jsonl.KIND or shard_index.KIND."""
+
+    kind: str
+    path: str
+    stamp: Stamp
+
+
+class Indexed(NamedTuple):
+    """A file that is done. `num_rows` counts samples, bad ones included; `complaints` are lines to show."""
+
+    path: str
+    num_rows: int
+    complaints: tuple[str, ...] = ()
+
+
+class Piece(NamedTuple):
+    """What one worker does at a time: a shard, or some of an annotation file's bytes."""
+
+    file: DataFile
+    num_bytes: int
+    is_last: bool
+    call: Callable[[], Any]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
+    )
+    parser.add_argument("--force", action="store_true", help="write anew the indexes that are current, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    if args.workers is not None and args.workers < 0:
+        raise UserError(f"--workers must be at least 0, not {args.workers}")
+    num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
+    files = data_files(args.meta)
+    stale = [file for file in files if args.force or not is_current(file)]
+    num_bytes = sum(file.stamp.size for file in stale)
+    started = time.perf_counter()
+    num_rows = 0
+    with ExitStack() as stack:
+        pool: Executor | None = None
+        if num_workers > 0 and stale:
+            context = multiprocessing.get_context("spawn")  # takes over nothing of this process, such as threads
+            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=context))
+        bar = stack.enter_context(tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing"))
+        for indexed, piece_bytes in index_files(stale, pool, in_flight=2 * max(1, num_workers)):
+            bar.update(piece_bytes)
+            if indexed is not None:
+                num_rows += indexed.num_rows
+                for line in indexed.complaints:
+                    bar.write(line)
+    seconds = time.perf_counter() - started
+    current = f"; {len(files) - len(stale)} files were current" if len(stale) < len(files) else ""
+    print(f"indexed {num_rows} samples in {len(stale)} files, {num_bytes / 1e6:.1f} MB, in {seconds:.1f} s{current}")
+    return 0
+
+
+def data_files(meta: str) -> list[DataFile]:
+    """The annotation files and shards of a meta file, each once though several datasets may name it."""
+    found = {}
+    for spec in load_meta(meta):
+        if spec.annotation is not None:
+            stamp = stamp_of(spec.annotation)
+            jsonl.check_format(spec.annotation, stamp)
+            found[spec.annotation] = DataFile(jsonl.KIND, spec.annotation, stamp)
+        for path in spec.shards or ():
+            found[path] = DataFile(shard_index.KIND, path, stamp_of(path))
+    return list(found.values())
+
+
+def is_current(file: DataFile) -> bool:
+    """Whether a usable index lies beside a file."""
+    try:
+        return read_index(file.path, file.kind, file.stamp, only=()) is not None
+    except BadIndexError:
+        return False
+
+
+def index_files(
+    files: Sequence[DataFile], pool: Executor | None, *, in_flight: int
+) -> Iterator[tuple[Indexed | None, int]]:
+    """Index files, in order, with at most `in_flight` pieces of them in hand, so that memory stays flat.
+
+    Yields:
+        (the file that this piece completes or None, bytes dealt with) a piece.
+
+    Raises:
+        UserError: a file cannot be read or changes meanwhile, an index cannot be written, a worker dies.
+    """
+    writer: jsonl.JsonlIndexWriter | None = None
+    with ExitStack() as stack:
+        for piece, result in _in_order(_pieces(files), pool, in_flight):
+            path = piece.file.path
+            if piece.file.kind == shard_index.KIND:
+                yield result, piece.num_bytes
+                continue
+            if writer is None:
+                writer = stack.enter_context(jsonl.JsonlIndexWriter(path, piece.file.stamp))
+            writer.add(result)
+            if not piece.is_last:
+                yield None, piece.num_bytes
+                continue
+            if stamp_of(path) != piece.file.stamp:
+                raise UserError(f"annotation {path} changed while it was indexed: start again when it is finished")
+            writer.finish()
+            indexed = Indexed(path, writer.num_rows)
+            stack.close()
+            writer = None
+            yield indexed, piece.num_bytes
+
+
+def _pieces(files: Iterable[DataFile]) -> Iterator[Piece]:
+    for file in files:
+        size = file.stamp.size
+        if file.kind == shard_index.KIND:
+            yield Piece(file, size, True, partial(index_shard, file.path))
+            continue
+        for start in range(0, max(1, size), jsonl.PART_BYTES):
+            stop = min(start + jsonl.PART_BYTES, size)
+            yield Piece(file, stop - start, stop == size, partial(jsonl.scan_part, file.path, start, stop, size))
+
+
+def _in_order(pieces: Iterator[Piece], pool: Executor | None, in_flight: int) -> Iterator[tuple[Piece, Any]]:
+    waiting: deque[tuple[Piece, Future]] = deque()
+    while True:
+        while pool is not None and len(waiting) < in_flight and (piece := next(pieces, None)) is not None:
+            waiting.append((piece, pool.submit(piece.call)))
+        piece, future = waiting.popleft() if waiting else (next(pieces, None), None)
+        if piece is None:
+            return
+        try:
+            result = piece.call() if future is None else future.result()
+        except OSError as error:
+            raise UserError(f"{piece.file.path} cannot be read: {error.strerror or error}") from None
+        except BrokenProcessPool:
+            raise UserError("a worker of --workers was killed (out of memory?): use fewer") from None
+        yield piece, result
+
+
+def index_shard(path: str) -> Indexed:
+    """Index one shard and write the index beside it; runs in a worker."""
+    index = shard_index.write_index(path)
+    complaints = (*index.warnings, *(str(damage.error(path)) for damage in index.damage))
+    return Indexed(path, len(index), complaints)
