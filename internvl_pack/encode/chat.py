@@ -10,12 +10,13 @@ can never be mistaken for structure. Templates are found by `conv_style` in a re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from internvl_pack.errors import UserError
+from internvl_pack.errors import SampleError, UserError
 
 #: The system turn that InternVL2.5 and 3 were trained with (37 tokens with its frame in the Qwen2.5 vocabulary).
 INTERNVL2_5_SYSTEM_PROMPT = (
@@ -105,19 +106,22 @@ class ChatML:
         def fixed(text: str, *before: int) -> np.ndarray:
             return np.array([*before, *tokenizer(text, add_special_tokens=False).input_ids], dtype=np.int32)
 
-        self.system_prompt = system_prompt
         self._start = Part("ids", fixed("", start))
         self._answer_header = Part("ids", fixed("assistant\n", start))
         self._end = {trained: Part("ids", fixed("", end), trained) for trained in (True, False)}
         self._newline = Part("ids", fixed("\n"))
-        self._bos = None
+        self._default_system = []
+        if system_prompt is not None:
+            header = Part("ids", fixed(f"system\n{system_prompt}", start))
+            self._default_system = [header, self._end[False], self._newline, Part("end", "system")]
+        self._bos = []
         if getattr(tokenizer, "add_bos_token", False) and tokenizer.bos_token_id is not None:
-            self._bos = Part("ids", fixed("", tokenizer.bos_token_id))
+            self._bos = [Part("ids", fixed("", tokenizer.bos_token_id))]
 
     def layout(self, turns: list[Turn]) -> list[Part]:
-        if self.system_prompt is not None and (not turns or turns[0].role != "system"):
-            turns = [Turn("system", (self.system_prompt,)), *turns]
-        parts = [] if self._bos is None else [self._bos]
+        parts = [*self._bos]
+        if turns[0].role != "system":
+            parts += self._default_system
         for role, pieces in turns:
             if role == "gpt":
                 (answer,) = pieces
@@ -135,3 +139,142 @@ class ChatML:
 @register_template("internvl2_5")
 def _internvl2_5(tokenizer) -> ChatML:
     return ChatML(tokenizer, INTERNVL2_5_SYSTEM_PROMPT)
+
+
+class TokenizerTemplate:
+    """The tokenizer's own chat template (Jinja), rendered with stand-ins for the turns' texts.
+
+    What the template writes around the texts is learnt once for each sequence of roles: the conversation is rendered
+    after every answer, and each rendering must go on where the one before ended. An answer's span is what follows the
+    generation prompt; its end is trained up to the last token of the turn, white space after that is not. Then each
+    sample is rendered once with its real texts and must come out the same: no template can change a text unseen.
+
+    Costs one Jinja rendering a sample. Raises SampleError `chat_template_refuses` where the template does not take
+    the conversation (roles that do not alternate), and `chat_template_rewrites` where it changes history or texts.
+    """
+
+    _NAMES = {"system": "system", "human": "user", "gpt": "assistant"}  # noqa: RUF012
+    _STAND_IN = re.compile("\ue000([0-9]+)\ue001")
+
+    def __init__(self, tokenizer) -> None:
+        if not tokenizer.chat_template:
+            raise UserError("conv_style 'chat_template' needs a tokenizer with a chat template; this one has none")
+        self._tokenizer = tokenizer
+        tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._added = re.compile(f"({'|'.join(map(re.escape, tokens))})" if tokens else r"(?!)()")
+        self._plans: dict[tuple[str, ...], tuple[str, list[Part]]] = {}
+        try:
+            self.layout([Turn("human", ("Hi.",)), Turn("gpt", ("Hello.",))])
+        except SampleError as error:
+            raise UserError(f"conv_style 'chat_template' cannot use this tokenizer's chat template: {error}") from None
+
+    def layout(self, turns: list[Turn]) -> list[Part]:
+        roles = tuple(turn.role for turn in turns)
+        if roles not in self._plans:
+            self._plans[roles] = self._learn(roles)
+        rendered, plan = self._plans[roles]
+        pieces = self._pieces_as_rendered(turns, rendered)
+        parts: list[Part] = []
+        for kind, value, trained in plan:
+            if kind == "turn":
+                trained = trained and any(piece.strip() for piece in pieces[value])
+                _append_text(parts, pieces[value][0], trained)
+                for piece in pieces[value][1:]:
+                    parts.append(IMAGE)
+                    _append_text(parts, piece, trained)
+            elif kind == "text":
+                _append_text(parts, value, trained)
+            else:
+                parts.append(Part(kind, value, trained))
+        return parts
+
+    def _render(self, roles: tuple[str, ...], texts: list[str], generate: bool = False) -> str:
+        import jinja2
+
+        messages = [
+            {"role": self._NAMES[role], "content": text} for role, text in zip(roles, texts, strict=False)
+        ]  # as many as there are texts
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        except jinja2.TemplateError as error:
+            raise SampleError("chat_template_refuses", f"roles {', '.join(roles)}: {error}") from None
+
+    def _pieces_as_rendered(self, turns: list[Turn], rendered: str) -> list[tuple[str, ...]]:
+        """The pieces of all turns, trimmed if that is what the template does."""
+        roles = tuple(turn.role for turn in turns)
+        texts = ["<image>".join(turn.pieces) for turn in turns]
+        actual = self._render(roles, texts)
+        for trim in (False, True):
+            shown = [text.strip() for text in texts] if trim else texts
+            if actual == self._STAND_IN.sub(lambda match, shown=shown: shown[int(match[1])], rendered):
+                return [_trimmed(turn.pieces) if trim else turn.pieces for turn in turns]
+        raise SampleError("chat_template_rewrites", "the chat template changes the text of a turn")
+
+    def _learn(self, roles: tuple[str, ...]) -> tuple[str, list[Part]]:
+        """(the rendering with stand-ins, its parts); kind "turn" stands for the text of turn `value`."""
+        stand_ins = [f"\ue000{index}\ue001" for index in range(len(roles))]
+        rendered = self._render(roles, stand_ins)
+        if self._STAND_IN.findall(rendered) != [str(index) for index in range(len(roles))]:
+            raise SampleError("chat_template_rewrites", f"a turn of {', '.join(roles)} is left out, moved or repeated")
+        marks: list[tuple[int, str | None, bool]] = []  # (place, role whose turn ends there, trained from there on)
+        for index, role in enumerate(roles):
+            if role != "gpt":
+                try:
+                    shorter = self._render(roles, stand_ins[: index + 1])
+                except SampleError:
+                    continue  # not a conversation by itself: no border to know of
+                if rendered.startswith(shorter):
+                    marks.append((len(shorter), role, False))
+                continue
+            prompt = self._render(roles, stand_ins[:index], generate=True)
+            upto = self._render(roles, stand_ins[: index + 1])
+            if not (upto.startswith(prompt) and rendered.startswith(upto)):
+                raise SampleError(
+                    "chat_template_rewrites",
+                    f"answer {index + 1} of {len(roles)} turns is written in another way once the conversation goes on",
+                )
+            marks += [(len(prompt), None, True), (len(upto.rstrip()), None, False), (len(upto), role, False)]
+        plan: list[Part] = []
+        trained, start = False, 0
+        for place, role, trained_after in [*marks, (len(rendered), None, False)]:
+            self._add_rendered(plan, rendered[start:place], trained)
+            if role is not None:
+                plan.append(Part("end", role))
+            trained, start = trained_after, place
+        return rendered, plan
+
+    def _add_rendered(self, plan: list[Part], text: str, trained: bool) -> None:
+        """Append what the template wrote: control tokens as ids, stand-ins as turns, the rest as text."""
+        position = 0
+        for match in self._STAND_IN.finditer(text):
+            self._add_written(plan, text[position : match.start()], trained)
+            plan.append(Part("turn", int(match[1]), trained))
+            position = match.end()
+        self._add_written(plan, text[position:], trained)
+
+    def _add_written(self, plan: list[Part], text: str, trained: bool) -> None:
+        for number, piece in enumerate(self._added.split(text)):
+            if number % 2:
+                token_id = self._tokenizer.convert_tokens_to_ids(piece)
+                plan.append(Part("ids", np.array([token_id], dtype=np.int32), trained))
+            elif piece:
+                plan.append(Part("text", piece, trained))
+
+
+def _append_text(parts: list[Part], text: str, trained: bool) -> None:
+    """Text that follows text of the same kind is encoded with it, as in the string that the template writes."""
+    if parts and parts[-1].kind == "text" and parts[-1].trained == trained:
+        parts[-1] = Part("text", parts[-1].value + text, trained)
+    elif text:
+        parts.append(Part("text", text, trained))
+
+
+def _trimmed(pieces: tuple[str, ...]) -> tuple[str, ...]:
+    """The pieces of a turn whose text, images included, was stripped at both ends."""
+    pieces = (pieces[0].lstrip(), *pieces[1:])
+    return (*pieces[:-1], pieces[-1].rstrip())
+
+
+@register_template("chat_template")
+def _chat_template(tokenizer) -> TokenizerTemplate:
+    return TokenizerTemplate(tokenizer)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from internvl_pack.encode.augment import recompress
 from internvl_pack.encode.chat import Part, make_template, single_token
 from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
 from internvl_pack.encode.images import ImageRules, decode_tiles, image_size_of
@@ -113,7 +114,6 @@ class Encoder:
         self.pad_token_id = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         )
-        self._vocabulary = len(tokenizer)
         self._template = make_template(config.conv_style, tokenizer)
         self._text = TextEncoder(tokenizer, config.markup_tokens)
         self.image_start_id, self.image_end_id, self.image_context_id = (
@@ -124,7 +124,7 @@ class Encoder:
         """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
         options = asdict(self.config) | {"markup_tokens": list(self.config.markup_tokens)}
         return {("force_image_size" if k == "image_size" else k): v for k, v in options.items()} | {
-            "tokenizer": self._vocabulary
+            "tokenizer": self._text.digest
         }
 
     def encode(self, raw, spec) -> Encoded:
@@ -228,7 +228,8 @@ class Encoder:
     ) -> np.ndarray:
         """Tiles [tile_start, tile_stop) of a sample, (tiles, 3, image_size, image_size) uint8 RGB.
 
-        Both ends must lie at borders of images. Raises SampleError for an image that cannot be decoded.
+        Both ends must lie at borders of images. `epoch` matters to the data_augment option only.
+        Raises SampleError for an image that cannot be decoded.
         """
         size = self.config.image_size
         if tile_stop is None:
@@ -240,6 +241,8 @@ class Encoder:
             if tile_start <= first and last <= tile_stop:
                 out = tiles[first - tile_start : last - tile_start]
                 decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=out)
+                if encoded.data_augment:
+                    recompress(out, encoded.record.sample_id, epoch, first)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last

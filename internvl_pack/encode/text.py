@@ -7,6 +7,7 @@ tokens, and the result is checked: no structural id can come out of content.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ MARKUP_TOKENS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 
 #: Structure whatever the tokenizer says of it: some checkpoints register these as ordinary added tokens.
 _STRUCTURAL = re.compile(r"<\|.*\|>|</?img>|<IMG_CONTEXT>|<image>|<video>|\[IMG\]|</?s>", re.DOTALL)
+
+_SHORT, _MAX_KNOWN = 200, 4096  # characters of a text worth remembering, texts remembered (about 4 MB)
 
 
 def structural_tokens(tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> dict[str, int]:
@@ -57,11 +60,16 @@ class TextEncoder:
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.structural, key=len, reverse=True))) or r"(?!)")
         self._slow = None
         self._json = None
+        self._known: dict[str, list[int]] = {}
         if getattr(tokenizer, "is_fast", False):
             self._json = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
             self._fast = _load(self._json)
+            identity = self._json
         else:
             self._slow = tokenizer
+            identity = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+        #: Tells tokenizers apart: the same text, the same ids.
+        self.digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
         leaks = [token for token in self.structural if self._has_structure(self._encode(token))]
         if any(self._has_structure(self._encode_apart(token)) for token in leaks):
             raise UserError(
@@ -70,7 +78,7 @@ class TextEncoder:
             )
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_fast"}
+        return {name: value for name, value in self.__dict__.items() if name != "_fast"} | {"_known": {}}
 
     def __setstate__(self, state) -> None:
         self.__dict__.update(state)
@@ -85,7 +93,13 @@ class TextEncoder:
         ids: list[int] = []
         counts = []
         for text in texts:
-            found = self._encode(text)
+            found = self._known.get(text)
+            if found is None:
+                found = self._encode(text)
+                if len(text) <= _SHORT:  # the same few questions and newlines come again and again
+                    if len(self._known) >= _MAX_KNOWN:
+                        self._known.clear()
+                    self._known[text] = found
             counts.append(len(found))
             ids += found
         flat = np.array(ids, dtype=np.int32)
