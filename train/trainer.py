@@ -215,6 +215,20 @@ class PackTrainer(Trainer):
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """An ordinary Hugging Face checkpoint of the model inside; the Trainer's own would keep the wrapper's names."""
+        if not self.args.should_save:
+            return
+        folder = output_dir or self.args.output_dir
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own."""
+        self.accelerator.unwrap_model(model or self.model).load_pretrained(resume_from_checkpoint)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         states: list[Any] = [self.loader.state_dict()]

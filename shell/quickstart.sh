@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# From a fresh clone to packed training in one command: set up, make a tiny InternVL, train it on the demo data with
+# packing, train it again padded, compare. The last line is "SUMMARY {json}". Nothing is downloaded but packages.
+#
+#   bash shell/quickstart.sh            on a CPU: 2 processes, gloo; with GPUs: up to 2 of them, bf16, NCCL
+#   WORK_DIR=/tmp/try bash shell/quickstart.sh
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+ensure_python
+cd "$ROOT"
+WORK_DIR="${WORK_DIR:-work_dirs/quickstart}"
+META="shell/data/quickstart.json"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+
+gpus="$(count_gpus)"
+if [ "$gpus" -gt 0 ]; then
+  ranks=$((gpus < 2 ? gpus : 2))
+  device=(--bf16 True)
+  width=256 # heads of 64, which every attention kernel takes
+else
+  ranks=2
+  device=(--use_cpu True)
+  width=64
+  export DS_ACCELERATOR=cpu
+fi
+
+mkdir -p "$WORK_DIR"
+rm -rf "$WORK_DIR/packed" "$WORK_DIR/padded"
+say "tiny model -> $WORK_DIR/tiny"
+"$PY" train/make_tiny_model.py --meta_path "$META" --output_dir "$WORK_DIR/tiny" --hidden_size "$width"
+
+# The same model, data, seed and budgets both times; only the way samples share rows differs.
+train() {
+  local way="$1"
+  shift
+  "$PY" -m torch.distributed.run --standalone --nproc_per_node "$ranks" train/finetune.py \
+    --model_name_or_path "$WORK_DIR/tiny" --meta_path "$META" --output_dir "$WORK_DIR/$way" \
+    --force_image_size 56 --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 6 \
+    --max_packed_tokens 1024 --num_images_expected 40 --max_seq_length 1024 \
+    --deepspeed zero_stage1 --num_train_epochs 1 --learning_rate 2e-3 --warmup_steps 5 --lr_scheduler_type cosine \
+    --grad_checkpoint False --logging_steps 1 --save_strategy no --report_to none "${device[@]}" "$@"
+}
+
+say "packed: several samples a row"
+train packed --use_packed_ds True
+say "padded: one sample a row, 4 rows a batch"
+train padded --use_packed_ds False --per_device_train_batch_size 4
+
+"$PY" -m train.quickstart_report "$WORK_DIR/packed" "$WORK_DIR/padded"

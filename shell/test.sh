@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Set up and run the test suite. Arguments go to pytest: bash shell/test.sh tests/test_order.py -k seek
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+ensure_python
+cd "$ROOT"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+if [ "$(count_gpus)" -eq 0 ]; then export DS_ACCELERATOR=cpu; fi
+
+# Tests of one file share what they set up, so a file stays on one worker. "$@" comes last, so -n 0 undoes it.
+exec "$PY" -m pytest -n 2 --dist loadfile "$@"

@@ -1,0 +1,343 @@
+"""The options of `finetune.py`: three dataclasses for `HfArgumentParser`.
+
+Names and meanings are those of InternVL's fine-tuning scripts; what is new says so in its help text.
+What packing requires of the Hugging Face `Trainer` is the default here, and `PackTrainingArguments`
+refuses values that would break it, naming the option.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+
+from internvl_pack.config import PackingConfig
+from internvl_pack.errors import UserError
+
+from .environment import prepare_deepspeed_on_cpu
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+PADDED_MAX_SEQ_LENGTH = 8192  # InternVL's default of max_seq_length
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and which of its parts are trained."""
+
+    model_name_or_path: str | None = option(
+        None, "Checkpoint folder or hub name of a native InternVL (`InternVLForConditionalGeneration`)."
+    )
+    vision_path: str | None = option(None, "Vision tower to start from, with --llm_path, instead of a whole model.")
+    llm_path: str | None = option(None, "Language model to start from, with --vision_path, instead of a whole model.")
+    freeze_llm: bool = option(False, "Do not train the language model.")
+    freeze_backbone: bool = option(False, "Do not train the vision tower.")
+    freeze_mlp: bool = option(False, "Do not train the projector between the vision tower and the language model.")
+    unfreeze_vit_layers: int = option(
+        0,
+        "With --freeze_backbone: train the vision layers from this index on, from the end if negative; 0: none.",
+    )
+    use_backbone_lora: int = option(0, "Rank of LoRA on the vision tower; 0: no LoRA. Needs peft.")
+    use_llm_lora: int = option(0, "Rank of LoRA on the language model; 0: no LoRA. Needs peft.")
+    grad_checkpoint: bool = option(
+        True, "Gradient checkpointing in both towers: about a third more compute for much less memory."
+    )
+    drop_path_rate: float = option(
+        0.0, "Stochastic depth of the vision tower. The native model has none, so only 0 is accepted."
+    )
+    attn_kernel: str = option(
+        "auto",
+        "Attention of packed rows: auto, flash_attn, varlen (torch's own) or sdpa (any device). "
+        "auto takes the first of these that runs here.",
+    )
+    loss_chunk: int = option(
+        4096,
+        "Logits are made for this many labelled tokens at a time: fewer need less memory, more are a little faster.",
+    )
+
+    def __post_init__(self) -> None:
+        parts = (self.vision_path, self.llm_path)
+        if self.model_name_or_path is None and None in parts:
+            raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
+        if self.model_name_or_path is not None and any(parts):
+            raise UserError("--model_name_or_path excludes --vision_path and --llm_path: give one or the others")
+        if self.drop_path_rate:
+            raise UserError(
+                f"--drop_path_rate {self.drop_path_rate}: the native vision tower has no stochastic depth, use 0"
+            )
+        for name in ("use_backbone_lora", "use_llm_lora"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} {getattr(self, name)}: give the rank of LoRA, or 0 for none")
+        if self.loss_chunk < 1:
+            raise UserError(f"--loss_chunk {self.loss_chunk}: give at least 1 token")
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which data, how it becomes tokens and tiles, and how samples share rows."""
+
+    meta_path: str | None = option(None, "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}.")
+    conv_style: str = option("internvl2_5", "Chat format of the conversations.")
+    max_seq_length: int | None = option(
+        None,
+        "Tokens of one sample at most; longer ones follow --oversize. Default: max_packed_tokens with packing, "
+        f"{PADDED_MAX_SEQ_LENGTH} without.",
+    )
+    force_image_size: int = option(448, "Side of a tile, pixels.")
+    down_sample_ratio: float = option(
+        0.5, "Of the vision tower's patches to tokens, a side: 0.5 gives (448/14)^2 * 0.25 = 256 tokens a tile."
+    )
+    dynamic_image_size: bool = option(
+        False, "Cut images into several tiles by their shape; otherwise one tile an image."
+    )
+    use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
+    min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.")
+    max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
+    normalize_type: Literal["imagenet", "clip", "siglip"] = option(
+        "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
+    )
+    use_packed_ds: bool = option(False, "Pack several samples into one row instead of padding each.")
+    max_packed_tokens: int = option(8192, "Token budget of a row.")
+    num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.")
+    max_buffer_size: int = option(64, "Look-ahead of the packer, records a lane (records, not decoded samples).")
+    strict_mode: bool = option(
+        False, "Pad each row to max_packed_tokens with one isolated, unlabelled segment, so that all have one shape."
+    )
+    loss_reduction: Literal["token", "sample", "square"] = option(
+        "token", "A supervised token of a sample with n of them weighs 1, 1/n or 1/sqrt(n)."
+    )
+    loss_reduction_all_gather: bool = option(
+        True,
+        "Divide the loss by its weights over all ranks, which makes it independent of how samples fall on them; "
+        "False: over each rank's own.",
+    )
+    replacement: bool = option(
+        False, "Draw samples with replacement by the datasets' weights, instead of each once an epoch."
+    )
+    use_data_resampling: bool = option(False, "Weigh datasets by the square root of their length.")
+    log_freq: int = option(1000, "Report packing on the console every this many optimizer steps; 0: only at the end.")
+    num_lanes: int | None = option(
+        None,
+        "Logical streams of samples, fixed for a run; ranks x workers x packs a batch must divide them. "
+        "Default: from the size of the data. Give a number with many divisors to move a run between machines.",
+    )
+    packing_policy: str = option(
+        "subset_sum", "How packs are chosen: subset_sum (fullest), greedy or next_fit (the simplest)."
+    )
+    oversize: str = option(
+        "split", "A sample that exceeds a budget: split at turns, truncate, drop (counted), or error (stops the run)."
+    )
+    repeat_system_prompt: bool = option(
+        False, "Begin each later part of a split sample with its system turn, as untrained context."
+    )
+    max_attention_cost: int | None = option(
+        None, "Sum of squared sample lengths of a row, tokens^2, at most. Bounds the slowest step. Default: no bound."
+    )
+    pad_to_multiple_of: int = option(1, "Round each sample's share of the budget up to a multiple of this many tokens.")
+    balance_reservoir: int = option(
+        0, "Packs a lane holds back so that all ranks train packs of like cost at the same time; 0: off."
+    )
+    on_error: Literal["skip", "stop"] = option(
+        "skip", "A sample that cannot be used: skip and count it, or stop the run."
+    )
+    max_bad_fraction: float = option(1.0, "Stop when more than this share of the samples read could not be used.")
+
+    def __post_init__(self) -> None:
+        if not self.meta_path:
+            raise UserError("--meta_path is missing: give the meta file of the data")
+        if not Path(self.meta_path).is_file():
+            raise UserError(f"--meta_path {self.meta_path}: no such file")
+        if self.normalize_type != "imagenet":
+            raise UserError(
+                f"--normalize_type {self.normalize_type}: the native InternVL is trained on ImageNet's mean and "
+                "deviation, use imagenet"
+            )
+        if not 1 <= self.min_dynamic_patch <= self.max_dynamic_patch:
+            raise UserError(
+                f"--min_dynamic_patch {self.min_dynamic_patch} and --max_dynamic_patch {self.max_dynamic_patch}: "
+                "give at least 1 and not more than the maximum"
+            )
+        if self.log_freq < 0:
+            raise UserError(f"--log_freq {self.log_freq}: give optimizer steps, or 0 for the end only")
+
+    def tokens_per_tile(self, patch_size: int) -> int:
+        """Tokens of one tile: (force_image_size / patch * down_sample_ratio)^2.
+
+        Raises:
+            UserError: the tile does not divide into whole tokens.
+        """
+        side = self.force_image_size / patch_size * self.down_sample_ratio
+        if self.force_image_size % patch_size or side < 1 or not math.isclose(side, round(side)):
+            raise UserError(
+                f"--force_image_size {self.force_image_size} with patches of {patch_size} pixels and "
+                f"--down_sample_ratio {self.down_sample_ratio} gives {side:g} tokens a side: it must be a whole number"
+            )
+        return round(side) ** 2
+
+    def packing_config(self, seed: int) -> PackingConfig:
+        """Budgets and order. Without packing the same budgets bound a sample, so that both ways train the same data."""
+        max_seq_length = self.max_seq_length
+        max_packed_tokens = self.max_packed_tokens
+        if not self.use_packed_ds:
+            max_packed_tokens = max_seq_length or PADDED_MAX_SEQ_LENGTH
+        return PackingConfig(
+            max_packed_tokens=max_packed_tokens,
+            num_images_expected=self.num_images_expected,
+            max_seq_length=max_seq_length,
+            max_buffer_size=self.max_buffer_size,
+            packing_policy=self.packing_policy,
+            oversize=self.oversize,
+            repeat_system_prompt=self.repeat_system_prompt,
+            max_attention_cost=self.max_attention_cost,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            balance_reservoir=self.balance_reservoir,
+            num_lanes=self.num_lanes,
+            packing=self.use_packed_ds,
+            seed=seed,
+            replacement=self.replacement,
+            use_data_resampling=self.use_data_resampling,
+            on_error=self.on_error,
+            max_bad_fraction=self.max_bad_fraction,
+        )
+
+    def encode_config(self, patch_size: int) -> Any:
+        """Chat format and tiles. Imported late: help and early errors need no image library."""
+        from internvl_pack.encode.sample import EncodeConfig
+
+        return EncodeConfig(
+            conv_style=self.conv_style,
+            image_size=self.force_image_size,
+            tokens_per_tile=self.tokens_per_tile(patch_size),
+            min_dynamic_patch=self.min_dynamic_patch,
+            max_dynamic_patch=self.max_dynamic_patch,
+            use_thumbnail=self.use_thumbnail,
+            dynamic_image_size=self.dynamic_image_size,
+        )
+
+
+#: Options of the Trainer that packing needs at one value, and why. The defaults below agree.
+REQUIRED: dict[str, tuple[Any, str]] = {
+    "remove_unused_columns": (
+        False,
+        "the boundaries of samples within a row are columns that the Trainer does not know",
+    ),
+    "auto_find_batch_size": (False, "the row's size is set by --max_packed_tokens, lower that one instead"),
+    "average_tokens_across_devices": (False, "the loss is already exact over all ranks, it would be scaled twice"),
+    "logging_nan_inf_filter": (False, "a loss that is not finite must show"),
+    "label_smoothing_factor": (0.0, "the loss is computed where there is a label only, without smoothing"),
+    "neftune_noise_alpha": (None, "it patches the model's embeddings"),
+    "do_eval": (False, "evaluation during training is not offered"),
+    "load_best_model_at_end": (False, "evaluation during training is not offered"),
+    "include_num_input_tokens_seen": ("no", "tokens are counted exactly under num_real_tokens"),
+    "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
+    "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
+}
+ACCELERATOR = {"split_batches": False, "dispatch_batches": False, "even_batches": False}
+
+
+@dataclass
+class PackTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the defaults that packing needs, checked at start."""
+
+    per_device_train_batch_size: int = option(
+        1, "Packs flattened into one row with packing, samples a padded batch without."
+    )
+    gradient_accumulation_steps: int = option(1, "Micro-batches of each rank in one optimizer step.")
+    average_tokens_across_devices: bool = option(False, "Must stay False: the loss is already exact over all ranks.")
+    logging_nan_inf_filter: bool = option(False, "Must stay False: a loss that is not finite must show.")
+    logging_steps: float = option(1, "Log every this many optimizer steps.")
+    ddp_find_unused_parameters: bool | None = option(
+        False, "Search for unused parameters at every step: never needed, all take part in every row."
+    )
+    remove_unused_columns: bool = option(False, "Must stay False: rows carry columns that the Trainer does not know.")
+    save_only_model: bool = option(False, "Checkpoints without optimizer state and without the data's: no resume.")
+    resume_ignore_options: bool = option(
+        False, "Resume although options that the order of packs depends on have changed: the order then differs."
+    )
+    check_isolation: bool = option(
+        False,
+        "Before training, prove on the model as it will train that no sample of a pack sees another (some seconds).",
+    )
+
+    def __post_init__(self) -> None:
+        for name, (value, why) in REQUIRED.items():
+            given = getattr(self, name)
+            if given != value and given not in (None, "", [], False):
+                raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out, or {value}")
+        if _value(self.eval_strategy) != "no":
+            raise UserError(
+                f"--eval_strategy {_value(self.eval_strategy)}: evaluation during training is not offered, use no"
+            )
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: give at least 1")
+        if self.dataloader_num_workers < 0:
+            raise UserError(f"--dataloader_num_workers {self.dataloader_num_workers}: give 0 or more processes")
+        if self.max_steps <= 0 and not self.num_train_epochs > 0:
+            raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
+        if self.save_only_model and self.resume_from_checkpoint:
+            raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
+        self._check_accelerator()
+        if isinstance(self.deepspeed, str):
+            self.deepspeed = str(find_deepspeed_config(self.deepspeed))
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # without it transformers refuses bf16, and accelerate looks for NCCL
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it has to find out
+        if self.deepspeed and self.use_cpu:
+            prepare_deepspeed_on_cpu()
+        if self.label_names is None:
+            self.label_names = ["labels"]
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, ImportError) as error:
+            raise UserError(" ".join(str(error).split())) from error
+
+    def _check_accelerator(self) -> None:
+        if self.accelerator_config is None:
+            self.accelerator_config = dict(ACCELERATOR)
+        given = self.accelerator_config
+        if not isinstance(given, dict):
+            given = {k: getattr(given, k, None) for k in ACCELERATOR}
+        for name, value in given.items():
+            if name in ACCELERATOR and value not in (ACCELERATOR[name], None):
+                raise UserError(
+                    f"--accelerator_config {name}={value}: each rank reads its own lanes, so batches are neither "
+                    f"split nor dispatched by accelerate; leave {name} out"
+                )
+        if isinstance(self.accelerator_config, dict):
+            self.accelerator_config = {**ACCELERATOR, **self.accelerator_config}
+
+
+def find_deepspeed_config(name: str) -> Path:
+    """A DeepSpeed config by path, or one of those shipped here by name (`zero_stage1`).
+
+    Raises:
+        UserError: neither a file nor a name.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
+    stem = path.stem.removesuffix("_config")  # InternVL's scripts say zero_stage1_config.json
+    if stem in shipped and path.parent == Path("."):
+        return shipped[stem]
+    raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")
+
+
+def option_names() -> list[str]:
+    """Every option of the three dataclasses."""
+    return [
+        f.name for cls in (ModelArguments, DataTrainingArguments, PackTrainingArguments) for f in fields(cls) if f.init
+    ]
+
+
+def _value(option: Any) -> Any:
+    return getattr(option, "value", option)

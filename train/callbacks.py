@@ -1,0 +1,53 @@
+"""What happens around the training loop: books kept over epochs, and the isolation check before the first step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from internvl_pack.report.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+
+class Epochs(TrainerCallback):
+    """Knows whether an epoch was cut short, so that the run's ledger holds it too."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun += 1
+
+    def ledger(self, trainer: Any) -> Ledger:
+        """All epochs and ranks of this process's run; all ranks call it together."""
+        total = Ledger()
+        for ledger in trainer.epoch_ledgers:
+            total = total.merged(ledger)
+        if self.begun <= len(trainer.epoch_ledgers):
+            return total
+        parts = [trainer.loader.ledger.state_dict()]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, trainer.loader.ledger.state_dict())
+        for part in parts:
+            other = Ledger()
+            other.load_state_dict(part)
+            total = total.merged(other)
+        return total
+
+
+class IsolationCheck(TrainerCallback):
+    """Proves on the model as it will train (wrapped, placed, sharded) that no segment sees another."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        from internvl_pack.model.selfcheck import check_isolation
+
+        check_isolation(self.trainer.model_wrapped, device=args.device)
+        logger.info("isolation: changing one sample of a pack leaves the other's outputs as they were")

@@ -1,0 +1,81 @@
+"""What a training process needs of its surroundings before torch.distributed starts, and how it leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+logger = logging.getLogger(__name__)
+
+USER_ERROR = 2  # exit code
+
+
+def prepare_environment() -> None:
+    """Give a process that no launcher started the variables of a world of one; safe to repeat.
+
+    DeepSpeed looks for MPI without them, and transformers would wrap the model in DataParallel on a
+    machine with several GPUs.
+    """
+    if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
+        return
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+
+
+def prepare_deepspeed_on_cpu() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives, half a minute a machine, where gloo serves.
+
+    To be called before torch.distributed starts. The switch is DeepSpeed's own table of the ops that
+    can be built here.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def is_main_process() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def is_first_on_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def shut_down() -> None:
+    """Leave the process group, so that ranks do not complain of each other when one ends first."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def report_error(program: str, error: Exception, *, everyone: bool) -> None:
+    """One line on stderr, once a node; by every rank where only some may have met the error."""
+    line = " ".join(str(error).split())
+    if everyone and not is_main_process():
+        line = f"rank {os.environ.get('RANK', 0)}: {line}"
+    if everyone or is_first_on_node():
+        print(f"{program}: error: {line}", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def set_up_logging() -> None:
+    """Our own log on stderr: everything on the first rank, warnings elsewhere."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("internvl_pack", "train"):
+        log = logging.getLogger(name)
+        log.handlers = [handler]
+        log.propagate = False
+        log.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    if not sys.stderr.isatty() or not is_main_process():
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()

@@ -1,0 +1,265 @@
+"""Fine-tune InternVL on packed (or, for comparison, padded) rows.
+
+    torchrun --nproc_per_node 8 train/finetune.py --model_name_or_path OpenGVLab/InternVL3-1B-hf \\
+        --meta_path data/meta.json --use_packed_ds True --max_packed_tokens 16384 --num_images_expected 48 \\
+        --deepspeed zero_stage1 --bf16 True --output_dir work_dirs/run
+
+Also under `deepspeed`, and as plain `python` for one process. Writes into output_dir an ordinary
+Hugging Face checkpoint with its tokenizer, `train_summary.json`, and `quarantine.jsonl` with the samples
+that could not be used. Exit codes: 0 fine, 2 a user's mistake, told in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: find the packages without an installation
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from internvl_pack.errors import UserError
+from train.environment import (
+    USER_ERROR,
+    is_main_process,
+    prepare_environment,
+    report_error,
+    set_up_logging,
+    shut_down,
+)
+
+logger = logging.getLogger("train.finetune")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, train, save. Returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    prepare_environment()
+    set_up_logging()
+    run = None
+    try:
+        from train.options import parse
+
+        run = prepare(*parse(argv))
+        run.train()
+        return 0
+    except UserError as error:
+        report_error("finetune", error, everyone=run is not None)
+        return USER_ERROR
+    finally:
+        shut_down()
+
+
+@dataclass
+class Run:
+    """All that a training run consists of, ready to start."""
+
+    trainer: Any
+    quarantine: Any
+    epochs: Any
+    attn_kernel: str
+    zero_stage: int
+    checkpoint: str | None
+
+    def train(self) -> None:
+        """Train, save the model, tell what happened.
+
+        Raises:
+            UserError: bad data that must stop the run.
+        """
+        from train import summary
+
+        trainer = self.trainer
+        try:
+            trainer.train(resume_from_checkpoint=self.checkpoint)
+        except UserError:
+            self.quarantine.flush_alone()
+            raise
+        self.quarantine.flush()
+        ledger = self.epochs.ledger(trainer)
+        trainer.save_model()
+        trainer.save_state()
+        if is_main_process():
+            figures = summary.summarise(trainer, ledger, zero_stage=self.zero_stage, attn_kernel=self.attn_kernel)
+            summary.write(figures, trainer.args.output_dir)
+            for line in summary.lines(figures, ledger):
+                logger.info(line)
+
+
+def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
+    """Tokenizer, data, model and trainer from the options; what is quick to check comes first.
+
+    Raises:
+        UserError: a mistake in the options, the data or the environment.
+    """
+    import torch
+    from transformers import set_seed
+
+    from internvl_pack.model.build import build_model
+    from internvl_pack.model.kernels import select_kernel
+    from train import progress
+    from train.callbacks import Epochs, IsolationCheck
+    from train.quarantine import Quarantine
+    from train.trainer import PackTrainer
+
+    compute_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    kernel = select_kernel(model_args.attn_kernel, args.device, compute_dtype)
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    tokenizer = load_tokenizer(model_args)
+    loader = make_loader(model_args, data_args, args, tokenizer, checkpoint)
+    set_seed(args.seed)
+    model = build_model(
+        device=args.device,
+        tokenizer=tokenizer,
+        # DeepSpeed keeps the float32 weights itself; elsewhere bf16 is autocast over float32 weights.
+        dtype=compute_dtype if args.deepspeed else torch.float32,
+        compute_dtype=compute_dtype,
+        force_image_size=data_args.force_image_size,
+        down_sample_ratio=data_args.down_sample_ratio,
+        **asdict(model_args),
+    )
+    trainer = PackTrainer(
+        model=model,
+        args=args,
+        loader=loader,
+        processing_class=tokenizer,
+        loss_reduction_all_gather=data_args.loss_reduction_all_gather,
+        resume_ignore_options=args.resume_ignore_options,
+    )
+    progress.install(trainer, "packed" if data_args.use_packed_ds else "padded")
+    quarantine = Quarantine(loader, args.output_dir, resumed=checkpoint is not None)
+    epochs = Epochs()
+    trainer.add_callback(quarantine)
+    trainer.add_callback(epochs)
+    if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
+        trainer.add_callback(IsolationCheck(trainer))
+    return Run(trainer, quarantine, epochs, kernel.name, zero_stage(args), checkpoint)
+
+
+def load_tokenizer(model_args: Any) -> Any:
+    """The checkpoint's tokenizer; that of a bare language model gets the tokens for images.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    from internvl_pack.tiny import IMAGE_TOKENS, OTHER_TOKENS
+
+    option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
+    path = getattr(model_args, option)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if not os.path.isdir(path) and os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise UserError(f"--{option} {path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
+        raise UserError(f"--{option} {path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+    if option == "llm_path":
+        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
+    return tokenizer
+
+
+def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, checkpoint: str | None) -> Any:
+    """This rank's batches, packed or padded.
+
+    Raises:
+        UserError: the data, the budgets or the topology do not fit.
+    """
+    from internvl_pack.collate import padded_collate_fn
+    from internvl_pack.config import auto_lanes
+    from internvl_pack.dataset import PackedDataset
+    from internvl_pack.loader import PackLoader, build_loader
+
+    config = data_args.packing_config(seed=args.data_seed if args.data_seed is not None else args.seed)
+    dataset = PackedDataset.from_meta(
+        data_args.meta_path,
+        tokenizer,
+        config,
+        encode=data_args.encode_config(patch_size(model_args)),
+        rank=args.process_index,
+        world_size=args.world_size,
+    )
+    packs, workers = args.per_device_train_batch_size, args.dataloader_num_workers
+    if config.num_lanes is None:
+        # Lanes are fixed for a run: one that goes on keeps those it began with.
+        saved = saved_lanes(checkpoint)
+        dataset.num_lanes = saved or auto_lanes(dataset.num_positions, args.world_size, workers, packs)
+    feeding = {
+        "packs_per_batch": packs,
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+        "persistent_workers": args.dataloader_persistent_workers and workers > 0,
+        "prefetch_factor": args.dataloader_prefetch_factor if workers else None,
+    }
+    if data_args.use_packed_ds:
+        pad_to = data_args.max_packed_tokens * packs if data_args.strict_mode else None
+        return build_loader(dataset, loss_reduction=data_args.loss_reduction, pad_to=pad_to, **feeding)
+    collate = partial(
+        padded_collate_fn,
+        pad_token_id=dataset.encoder.pad_token_id,
+        image_size=dataset.encoder.config.image_size,
+        loss_reduction=data_args.loss_reduction,
+    )
+    return PackLoader(dataset, collate_fn=collate, **feeding)
+
+
+def patch_size(model_args: Any) -> int:
+    """Pixels along a patch of the vision tower, from the checkpoint's config; 14 where it does not say."""
+    from transformers import PreTrainedConfig
+
+    option = "model_name_or_path" if model_args.model_name_or_path else "vision_path"
+    path = getattr(model_args, option)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
+    size = config.get("vision_config", config).get("patch_size", 14)
+    return size if isinstance(size, int) else size[0]
+
+
+def find_checkpoint(value: str | None, output_dir: str) -> str | None:
+    """The checkpoint to go on from: a folder, or with `auto` (or True) the newest complete one of output_dir, if any.
+
+    Raises:
+        UserError: the folder named is no checkpoint.
+    """
+    from train.trainer import PACKING_STATE
+
+    if value is None or value.lower() in ("false", "no", "none", ""):
+        return None
+    if value.lower() in ("auto", "true", "yes", "last"):
+        complete = (path.parent for path in Path(output_dir).glob(f"checkpoint-*/{PACKING_STATE}"))
+        numbered = [path for path in complete if path.name.partition("-")[2].isdigit()]
+        newest = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
+        return None if newest is None else str(newest)
+    if not (Path(value) / PACKING_STATE).is_file():
+        raise UserError(
+            f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"
+        )
+    return value
+
+
+def saved_lanes(checkpoint: str | None) -> int | None:
+    from train.trainer import PACKING_STATE
+
+    if checkpoint is None:
+        return None
+    state = json.loads((Path(checkpoint) / PACKING_STATE).read_text(encoding="utf-8"))
+    return state.get("options", {}).get("num_lanes")
+
+
+def zero_stage(args: Any) -> int:
+    """ZeRO stage of the run, 0 without DeepSpeed."""
+    if not args.deepspeed:
+        return 0
+    return int(args.hf_deepspeed_config.get_value("zero_optimization.stage", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

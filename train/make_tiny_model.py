@@ -1,0 +1,79 @@
+"""Write a tiny InternVL checkpoint with a tokenizer trained on a meta file's texts: no hub, no download.
+
+    python train/make_tiny_model.py --meta_path shell/data/demo/meta.json --output_dir work_dirs/tiny
+
+Random weights, but the classes, special tokens and code paths of the published checkpoints, so that
+`finetune.py --model_name_or_path work_dirs/tiny` exercises all of them within seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file: find the packages without an installation
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from internvl_pack.errors import UserError
+from internvl_pack.tiny import LANGUAGE_MODELS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="make_tiny_model", description=__doc__.partition("\n")[0])
+    parser.add_argument("--meta_path", required=True, help="meta file whose annotation files train the tokenizer")
+    parser.add_argument("--output_dir", required=True, help="folder of the checkpoint")
+    parser.add_argument("--llm", default="qwen2", choices=LANGUAGE_MODELS, help="family of the language model")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="tokens of the vocabulary at most")
+    parser.add_argument("--image_size", type=int, default=56, help="side of a tile, pixels; a multiple of 28")
+    parser.add_argument("--hidden_size", type=int, default=64, help="width of the language model, in 4 heads")
+    parser.add_argument("--num_layers", type=int, default=2, help="layers of the language model")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    args = parser.parse_args(argv)
+    try:
+        write(args)
+    except UserError as error:
+        print(f"make_tiny_model: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(args: argparse.Namespace) -> None:
+    """Train the tokenizer and write both.
+
+    Raises:
+        UserError: sizes that do not go together, or a meta file without texts.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    from internvl_pack.sources import load_meta
+    from internvl_pack.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+
+    if args.image_size < 28 or args.image_size % 28:
+        raise UserError(
+            f"--image_size {args.image_size}: give a multiple of 28 pixels (patches of 14, merged in pairs)"
+        )
+    if args.hidden_size < 32 or args.hidden_size % 32:
+        raise UserError(f"--hidden_size {args.hidden_size}: give a multiple of 32 (4 heads of a multiple of 8)")
+    transformers_logging.disable_progress_bar()
+    texts = [
+        text for spec in load_meta(args.meta_path) if spec.annotation for text in conversation_texts(spec.annotation)
+    ]
+    if not texts:
+        raise UserError(f"--meta_path {args.meta_path}: no annotation file with conversations to train a tokenizer on")
+    tokenizer = tiny_tokenizer(texts, args.vocab_size)
+    save_tiny_checkpoint(
+        args.output_dir,
+        tokenizer,
+        args.llm,
+        seed=args.seed,
+        image_size=args.image_size,
+        hidden_size=args.hidden_size,
+        num_layers=args.num_layers,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""`quarantine.jsonl`: every sample that left the run, with its reason, one JSON object a line.
+
+    {"id": "coyo/1841", "reason": "image_truncated", "detail": "...", "epoch": 0, "lane": 3, "turn": 17}
+
+Rank 0 writes what all ranks have gathered, at checkpoints and at ends of epochs. After a resume, samples
+that leave again on the way to where the run had stopped are not written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from internvl_pack.loader import PackLoader
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "quarantine.jsonl"
+_KEY = ("id", "reason", "epoch", "lane")
+
+
+class Quarantine(TrainerCallback):
+    """Collects the loader's events and writes them on rank 0."""
+
+    def __init__(self, loader: PackLoader, output_dir: str | Path, *, resumed: bool) -> None:
+        self.loader = loader
+        self.path = Path(output_dir) / FILE_NAME
+        self.resumed = resumed
+        self._seen: set[tuple[Any, ...]] | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.flush()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Gather and write; all ranks call it together."""
+        events = [self.loader.take_events()]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, events[0])
+            events = gathered
+        if self.loader.packed_dataset.rank == 0:
+            self.write(event for part in events for event in part)
+
+    def flush_alone(self) -> None:
+        """Write this rank's own events: what a rank does that fails while the others go on."""
+        self.write(self.loader.take_events())
+
+    def write(self, events: Iterable[dict[str, Any]]) -> None:
+        """Append events that the file does not hold yet."""
+        seen = self._known()
+        lines = []
+        for event in events:
+            key = tuple(event[k] for k in _KEY)
+            if key not in seen:
+                seen.add(key)
+                lines.append(json.dumps(event, ensure_ascii=False) + "\n")
+        if lines:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(lines)
+
+    def _known(self) -> set[tuple[Any, ...]]:
+        if self._seen is None:
+            self._seen = set()
+            if self.resumed and self.path.is_file():
+                self._seen.update(_read_keys(self.path))
+            else:
+                self.path.unlink(missing_ok=True)  # of an earlier run in the same folder
+        return self._seen
+
+
+def _read_keys(path: Path) -> Iterable[tuple[Any, ...]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        yield tuple(event.get(k) for k in _KEY)
