@@ -13,13 +13,12 @@ What it changes, and why:
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from internvl_pack.loader import PackLoader, merge_states
 from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
+from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
+
 logger = logging.getLogger(__name__)
 
-PACKING_STATE = "packing_state.json"
 MODEL_KEYS = (
     "input_ids",
     "labels",
@@ -46,6 +46,7 @@ MODEL_KEYS = (
     "pixel_values",
     "image_offsets",
     "attention_mask",
+    "num_loss_tokens",
 )
 _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
 _VECTOR = ("loss_weight", "has_data", "capacity", *_COUNTS)
@@ -186,16 +187,23 @@ class PackTrainer(Trainer):
                 ledger = ledger.merged(other)
         ledger.check()
         self.epoch_ledgers.append(ledger)
+        if not ledger.samples_packed:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in sorted((ledger.dropped + ledger.quarantined).items()))
+            raise UserError(f"no sample of the data can be trained on ({reasons}): quarantine.jsonl names them")
 
     # -- loss ------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """To the device without blocking; dtypes stay (DeepSpeed's own cast would round the loss weights)."""
-        return {
+        prepared = {
             key: value.to(self.args.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for key, value in inputs.items()
             if key in MODEL_KEYS
         }
+        # Counted on the host, so that the model need not ask the device.
+        encoding = self.loader.packed_dataset.encoder.config
+        prepared["num_image_tokens"] = inputs["num_tiles"] * encoding.tokens_per_tile
+        return prepared
 
     def compute_loss(
         self,
@@ -237,7 +245,19 @@ class PackTrainer(Trainer):
             dist.all_gather_object(states, self.loader.state_dict(), group=self._cpu_group())
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            write_json(folder / PACKING_STATE, merge_states(states))
+            write_json(folder / PACKING_STATE, merge_states(states) | {"world_size": self._world_size})
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        if resume_from_checkpoint and self.is_deepspeed_enabled:
+            saved = load_packing_state(resume_from_checkpoint)["world_size"]
+            if saved != self._world_size:
+                logger.warning("resume: saved on %d ranks, going on with %d", saved, self._world_size)
+                if self._rank == 0:
+                    make_universal(Path(resume_from_checkpoint))
+                if self._world_size > 1:
+                    dist.barrier(group=self._cpu_group())
+                self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
@@ -245,10 +265,7 @@ class PackTrainer(Trainer):
         super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None:
             return 0, 0
-        path = Path(resume_from_checkpoint) / PACKING_STATE
-        if not path.is_file():
-            raise UserError(f"resume_from_checkpoint: {path} is missing: the checkpoint was not completed")
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = load_packing_state(resume_from_checkpoint)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
         return self.loader.epoch, 0
 
@@ -265,7 +282,7 @@ class PackTrainer(Trainer):
     def _cpu_group(self) -> dist.ProcessGroup:
         """A gloo group: its small reductions do not wait for the device."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a large checkpoint's conversion
         return self._group
 
 
@@ -334,10 +351,3 @@ class StepMetrics:
             "data_wait": sums["data_wait_s"] / elapsed,
             "rank_balance": sums["balance"] / steps,
         }
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomically: a reader sees the old file or the whole new one."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-    os.replace(temporary, path)
