@@ -1,0 +1,226 @@
+"""Twelve ways in which runs of other packers have gone wrong, each as it must go.
+
+R01 uneven ranks, R02 idle readers, R03 seeds that differ by rank, R04 persistent workers, R05 resume of
+buffered and prefetched packs, R06 other topologies, R07 saves at the edges, R08 late resume, R09 double
+sharding, R10 text-only ranks under ZeRO-3, R11 tensor-parallel peers, R12 memory over epochs.
+R05 and R07 are tests of test_dataset.py; R09 and R10 run in test_train_resume.py and test_train_deepspeed.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from factory import TINY, write_jsonl, write_meta, write_shards
+
+from internvl_pack.config import PackingConfig
+from internvl_pack.dataset import PackedDataset
+from internvl_pack.errors import UserError
+from internvl_pack.loader import PackLoader, build_loader, merge_states
+
+
+def make(meta, tokenizer, config, ranks=1, workers=0, **options) -> list[PackLoader]:
+    return [
+        build_loader(
+            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks),
+            num_workers=workers,
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def real_ids(batches) -> list[str]:
+    """Ids of the samples of batches; a split sample counts with its first fragment."""
+    return [
+        sample_id
+        for batch in batches
+        for sample_id, (index, _) in zip(batch["sample_ids"], batch["fragments"], strict=True)
+        if index == 0 and not sample_id.startswith("<")
+    ]
+
+
+def text_rows(path: Path, count: int) -> None:
+    """`count` short text-only rows, written quickly."""
+    with open(path, "w", encoding="utf-8") as lines:
+        for start in range(0, count, 10_000):
+            lines.write(
+                "".join(
+                    f'{{"conversations":[{{"from":"human","value":"q {i}"}},{{"from":"gpt","value":"a {i}"}}]}}\n'
+                    for i in range(start, min(count, start + 10_000))
+                )
+            )
+
+
+def test_r01_ranks_with_unequal_data_make_equal_steps(tokenizer, tmp_path):
+    """Lanes of very unequal sizes: one rank's data ends long before another's."""
+    meta = write_jsonl(tmp_path, 9)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=4)
+    loaders = make(meta, tokenizer, config, ranks=4)
+    own = [len(list(loader)) for loader in make(meta, tokenizer, config, ranks=4)]
+    assert len(set(own)) > 1, "the ranks must differ for this test to mean anything"
+    iterators = [iter(loader) for loader in loaders]
+    seen: Counter[str] = Counter()
+    steps = 0
+    while True:
+        batches = [next(it, None) for it in iterators]
+        if all(b is None for b in batches):
+            break
+        steps += 1
+        for loader, batch in zip(loaders, batches, strict=True):
+            batch = batch if batch is not None else loader.filler_batch()
+            seen.update(real_ids([batch]))
+            if not batch["num_segments"]:
+                assert float(batch["loss_weight"].sum()) == 0.0
+    assert steps == max(own)
+    assert len(seen) == 9 and set(seen.values()) == {1}
+    assert len({loader.global_packs for loader in loaders}) == 1
+
+
+def test_r02_more_readers_than_shards_all_have_something_or_end_quietly(tokenizer, tmp_path):
+    meta = write_shards(tmp_path, 15, per_shard=5)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=8)
+    seen = Counter(i for loader in make(meta, tokenizer, config, ranks=2, workers=4) for i in real_ids(loader))
+    assert len(seen) == 15 and set(seen.values()) == {1}
+
+
+def test_r03_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path):
+    meta = write_shards(tmp_path, 64, per_shard=4)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=4)
+    for epoch in range(2):
+        seen: Counter[str] = Counter()
+        for rank, loader in enumerate(make(meta, tokenizer, config, ranks=2, workers=2)):
+            torch.manual_seed(1234 + rank)
+            loader.set_epoch(epoch)
+            seen.update(real_ids(loader))
+        assert len(seen) == 64 and set(seen.values()) == {1}
+
+
+def test_r04_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 40)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=2)
+    runs = []
+    for _ in range(2):
+        (loader,) = make(meta, tokenizer, config, workers=2, persistent_workers=True)
+        orders = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            orders.append(real_ids(loader))
+        runs.append(orders)
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1] and sorted(runs[0][0]) == sorted(runs[0][1])
+
+
+@pytest.mark.parametrize(("ranks", "workers", "valid"), [(4, 2, True), (1, 4, True), (2, 0, True), (2, 3, False)])
+def test_r06_a_state_of_2x4_readers_is_redistributed_or_refused(ranks, workers, valid, tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 80)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=8)
+    first = make(meta, tokenizer, config, ranks=2, workers=4)
+    before = []
+    for loader in first:
+        iterator = iter(loader)
+        before += real_ids(next(iterator) for _ in range(6))
+    state = merge_states(loader.state_dict() for loader in first)
+    if not valid:
+        with pytest.raises(UserError, match="divisible by 2 ranks x 3 workers"):
+            make(meta, tokenizer, config, ranks=ranks, workers=workers)
+        return
+    after = []
+    for loader in make(meta, tokenizer, config, ranks=ranks, workers=workers):
+        loader.load_state_dict(state)
+        after += real_ids(loader)
+    assert len(before) + len(after) == 80
+    assert len({*before, *after}) == 80
+
+
+def test_r08_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(tokenizer, tmp_path, monkeypatch):
+    rows = 1_000_000
+    text_rows(tmp_path / "big.jsonl", rows)
+    meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
+    (loader,) = make(meta, tokenizer, PackingConfig(max_packed_tokens=4096, num_lanes=1))
+    next(iter(loader))
+    state = loader.state_dict()
+    # As far as reading goes, a lane at 90 % is a cursor and 64 records that wait.
+    lane = state["lanes"]["0"]
+    shift = int(rows * 0.9) - lane["cursor"]
+    lane["cursor"] += shift
+    lane["packer"] = json.loads(json.dumps(lane["packer"]), object_hook=None)
+    lane["packer"]["waiting"] = [[position + shift, index] for position, index in lane["packer"]["waiting"]]
+    (late,) = make(meta, tokenizer, PackingConfig(max_packed_tokens=4096, num_lanes=1))
+    read = []
+    dataset = late.packed_dataset
+    monkeypatch.setattr(dataset.encoder, "decode", _counting(dataset.encoder.decode, read))
+    late.load_state_dict(state)
+    started = time.perf_counter()
+    batch = next(iter(late))
+    assert time.perf_counter() - started < 5.0
+    assert len(read) == batch["num_segments"], "only the samples of the pack itself may be decoded"
+
+
+def _counting(decode, calls):
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return decode(*args, **kwargs)
+
+    return counted
+
+
+def test_r11_tensor_parallel_peers_get_the_same_packs_and_one_state_a_data_rank(tokenizer, tmp_path):
+    """Four processes, two data ranks: the data rank is what a dataset is told."""
+    meta = write_jsonl(tmp_path, 60)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=4)
+    peers = {}
+    for process in range(4):
+        data_rank = process // 2
+        dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=data_rank, world_size=2)
+        loader = build_loader(dataset)
+        iterator = iter(loader)
+        peers[process] = (data_rank, real_ids(next(iterator) for _ in range(6)), loader.state_dict())
+    assert peers[0] == peers[1] and peers[2] == peers[3]
+    merged = merge_states([peers[0][2], peers[2][2]])
+    assert sorted(map(int, merged["lanes"])) == [0, 1, 2, 3]
+    assert not peers[0][2]["lanes"].keys() & peers[2][2]["lanes"].keys()
+
+
+def test_r12_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
+    """Rows are numpy offsets: no Python object a row, whose reference count would copy pages in workers."""
+    rows = 400_000
+    text_rows(tmp_path / "big.jsonl", rows)
+    meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
+    config = PackingConfig(max_packed_tokens=2048, num_lanes=4)
+    (loader,) = make(meta, tokenizer, config, workers=4, persistent_workers=True)
+    sizes = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for number, _ in enumerate(loader):
+            if number == 120:
+                break
+        sizes.append(sum(_private_bytes(w.pid) for w in loader._iterator._workers))
+    assert sizes[2] - sizes[0] < 24 * 2**20, f"private memory of four workers by epoch: {sizes}"
+
+
+def _private_bytes(pid: int) -> int:
+    """Anonymous memory of a process that it shares with nobody."""
+    total = 0
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("Private_Dirty"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 200)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=2)
+    (loader,) = make(meta, tokenizer, config, workers=2)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.* \d+\)"):
+        for number, _ in enumerate(loader):
+            if number == 3:
+                os.kill(loader._iterator._workers[1].pid, 9)
+    assert time.monotonic() - started < 60
