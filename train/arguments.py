@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 
-from .environment import prepare_deepspeed_on_cpu
+from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PADDED_MAX_SEQ_LENGTH = 8192  # InternVL's default of max_seq_length
@@ -253,6 +253,7 @@ class PackTrainingArguments(TrainingArguments):
     gradient_accumulation_steps: int = option(1, "Micro-batches of each rank in one optimizer step.")
     average_tokens_across_devices: bool = option(False, "Must stay False: the loss is already exact over all ranks.")
     logging_nan_inf_filter: bool = option(False, "Must stay False: a loss that is not finite must show.")
+    log_level_replica: str = option("error", "Level of transformers' log on ranks other than the first.")
     logging_steps: float = option(1, "Log every this many optimizer steps.")
     ddp_find_unused_parameters: bool | None = option(
         False, "Search for unused parameters at every step: never needed, all take part in every row."
@@ -299,6 +300,8 @@ class PackTrainingArguments(TrainingArguments):
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise UserError(" ".join(str(error).split())) from error
+        if self.deepspeed and self.use_cpu:
+            join_deepspeed_on_cpu()
 
     def _check_accelerator(self) -> None:
         if self.accelerator_config is None:

@@ -35,6 +35,16 @@ def prepare_deepspeed_on_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def join_deepspeed_on_cpu() -> None:
+    """Tell DeepSpeed of the processes that are there; elsewhere accelerate does so.
+
+    Without it a model that loads under ZeRO-3 takes every rank for a world of its own.
+    """
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
 def is_main_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from internvl_pack.errors import UserError
 from internvl_pack.report.ledger import Ledger
-from train.summary import FILE_NAME
+from train.summary import FILE_NAME, LAST_STEPS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def summary(packed: dict[str, Any], padded: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the last line; real tokens, fills as shares of budgets, losses of single steps."""
+    """The figures of the last line; real tokens, fills as shares of budgets, loss_first of the first step."""
     same = ("ranks", "zero_stage", "device", "dtype", "attn_kernel", "steps", "packs", "samples_per_pack")
     more = ("token_fill", "tile_fill", "samples_in", "samples_packed", "samples_dropped", "samples_quarantined")
     out = {key: packed[key] for key in (*same, *more, "loss_first", "loss_last")}
@@ -81,15 +81,16 @@ def table(packed: dict[str, Any], padded: dict[str, Any]) -> list[str]:
         ("padding avoided", f"{padding_avoided(packed, padded):.1%}", "-"),
         ("useful tokens/s", _speed(packed), _speed(padded)),
         ("first loss", f"{packed['loss_first']:.4f}", f"{padded['loss_first']:.4f}"),
-        ("last loss", f"{packed['loss_last']:.4f}", f"{padded['loss_last']:.4f}"),
+        (f"last loss (of {LAST_STEPS} steps)", f"{packed['loss_last']:.4f}", f"{padded['loss_last']:.4f}"),
     ]
     ledger = Ledger()
     ledger.load_state_dict(packed["ledger"])
     title = (
         f"{packed['ranks']} ranks on {packed['device']}, {packed['dtype']}, ZeRO-{packed['zero_stage']}, "
-        f"attention {packed['attn_kernel']}; budgets {packed['max_packed_tokens']:,} tokens, {packed['num_images_expected']} tiles"
+        f"attention {packed['attn_kernel']}; budgets {packed['max_packed_tokens']:,} tokens, "
+        f"{packed['num_images_expected']} tiles"
     )
-    body = [f"  {name:<22}{left:>14}{right:>14}" for name, left, right in rows]
+    body = [f"  {name:<26}{left:>14}{right:>14}" for name, left, right in rows]
     return ["", title, *body, "", "ledger of the packed run", *(f"  {line}" for line in ledger.lines()), ""]
 
 

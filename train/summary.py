@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from internvl_pack.report.ledger import Ledger
 
 FILE_NAME = "train_summary.json"
+LAST_STEPS = 5  # steps whose mean is the last loss: single steps differ by what is in them
 WARM_UP_STEPS = 2  # steps left out of the speed: allocation, compilation, first reads
 
 
@@ -61,7 +63,7 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
         "samples_quarantined": ledger.samples_quarantined,
         "samples_waiting": ledger.samples_waiting,
         "loss_first": losses[0] if losses else None,
-        "loss_last": losses[-1] if losses else None,
+        "loss_last": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         "tokens_per_s": tokens_per_second(trainer.metrics.step_times),
         "ledger": ledger.state_dict(),
     }
