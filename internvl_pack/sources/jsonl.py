@@ -310,15 +310,14 @@ class JsonlSource(Source):
         start, stop = self._index.start(row), self._index.start(row + 1)
         before = min(start, 1)  # the byte in front shows whether a line does start here
         length = min(stop - start, MAX_RECORD_BYTES + 1)
+        if length <= 0:
+            raise self._misplaced(origin)
         try:
             raw = read_at(self._path, self._index.stamp, start - before, length + before)
         except OSError as error:
             raise SampleError("record_unreadable", f"{origin}: {error.strerror}") from error
-        if before and raw[0] != _NEWLINE and start != len(_BOM):
-            raise UserError(
-                f"{origin} does not start where the index says: {self._path} was changed in place while in use, or "
-                f"{index_path(self._path)} is damaged; start again, and delete that file if it is there"
-            )
+        if len(raw) <= before or (before and raw[0] != _NEWLINE and start != len(_BOM)):
+            raise self._misplaced(origin)
         raw = raw[before:]
         end = raw.find(b"\n")  # blank lines may follow up to the next row
         if end >= 0:
@@ -327,6 +326,12 @@ class JsonlSource(Source):
             raise SampleError("record_too_long", f"{origin}: more than {MAX_RECORD_BYTES} bytes without a line end")
         data = parse_record(raw.strip(_BLANK), origin)
         return RawSample(self.sample_id(row), own_id(data), origin, data, self._resolver)
+
+    def _misplaced(self, origin: str) -> UserError:
+        return UserError(
+            f"{origin} does not start where the index says: {self._path} was changed in place while in use, or "
+            f"{index_path(self._path)} is damaged; start again, and delete that file if it is there"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -77,9 +77,10 @@ def _is_header(block: bytes) -> bool:
     stored = _number(block[148:156])
     if stored is None:
         return False
-    if stored == sum(block) - sum(block[148:156]) + 256:
+    others = block[:148] + block[156:]
+    if stored == sum(others.translate(None, b"\0")) + 8 * 32:  # its own field counts as spaces; most of the rest is zero
         return True
-    signed = sum(byte - 256 if byte > 127 else byte for byte in block[:148] + block[156:])
+    signed = sum(byte - 256 if byte > 127 else byte for byte in others)
     return stored == signed + 256
 
 
