@@ -43,7 +43,7 @@ def shift_targets(
 
 
 class LabelledHead(nn.Module):
-    """Sums of w * ce and of ce over the labelled positions.
+    """The sum of w * ce over the labelled positions, and the ce of each.
 
     A module of its own that is called once a forward pass, however many chunks there are: under ZeRO-3
     its hooks gather the output embeddings, and ranks with different numbers of labels must still make
@@ -73,22 +73,25 @@ class LabelledHead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (M, H), targets (M,) in the vocabulary, weights (M,) float32 -> two float32 scalars.
+        """hidden (M, H), targets (M,) in the vocabulary, weights (M,) float32.
 
-        With M = 0 both are zero, and every parameter behind `hidden` and the head still gets a gradient.
+        Returns:
+            the sum of w * ce, a float32 scalar; ce of each target, float32 (M,), detached. With M = 0 the
+            sum is zero, and every parameter behind `hidden` and the head still gets a gradient.
         """
         lm_head = self.output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         if len(targets) <= self.chunk_tokens:
-            return _cross_entropy_sums(hidden, weight, bias, targets, weights)
-        weighted = plain = hidden.new_zeros((), dtype=torch.float32)
+            return _cross_entropy(hidden, weight, bias, targets, weights)
+        weighted, losses = hidden.new_zeros((), dtype=torch.float32), []
         pieces = (t.split(self.chunk_tokens) for t in (hidden, targets, weights))
         for h, t, w in zip(*pieces, strict=True):
-            sums = checkpoint(_cross_entropy_sums, h, weight, bias, t, w, use_reentrant=False)
-            weighted, plain = weighted + sums[0], plain + sums[1]
-        return weighted, plain
+            chunk_sum, chunk_losses = checkpoint(_cross_entropy, h, weight, bias, t, w, use_reentrant=False)
+            weighted = weighted + chunk_sum
+            losses.append(chunk_losses)
+        return weighted, torch.cat(losses)
 
 
-def _cross_entropy_sums(hidden, weight, bias, targets, weights) -> tuple[torch.Tensor, torch.Tensor]:
+def _cross_entropy(hidden, weight, bias, targets, weights) -> tuple[torch.Tensor, torch.Tensor]:
     losses = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="none")
-    return (losses * weights).sum(), losses.detach().sum()
+    return (losses * weights).sum(), losses.detach()

@@ -36,6 +36,8 @@ class PackedOutput(ModelOutput):
         loss: sum of w * ce / loss_normalizer.
         weighted_sum, weight_sum: sums of w * ce and of w over the labelled targets.
         ce_sum, num_targets: the same unweighted, for metrics.
+        target_losses, target_positions: ce of each labelled target, float32 (M,), and where in the flat
+            row it is predicted, int64 (M,); the target itself is the next token.
         logits: (B, N, V), only without labels or when asked for.
     """
 
@@ -44,6 +46,8 @@ class PackedOutput(ModelOutput):
     weight_sum: torch.Tensor | None = None
     ce_sum: torch.Tensor | None = None
     num_targets: torch.Tensor | None = None
+    target_losses: torch.Tensor | None = None
+    target_positions: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
 
@@ -226,7 +230,7 @@ class PackedModel(nn.Module):
         targets, weights = targets.reshape(-1), weights.reshape(-1)
         positions = true_positions(targets != IGNORE_INDEX, num_loss_tokens)
         self.head.share_with_zero3()
-        weighted, plain = self.head(
+        weighted, losses = self.head(
             hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions), targets[positions], weights[positions]
         )
         weight_sum = weights.sum()
@@ -234,7 +238,8 @@ class PackedModel(nn.Module):
             loss_normalizer = weight_sum
         output.loss = normalized(weighted, loss_normalizer)
         output.weighted_sum, output.weight_sum = weighted.detach(), weight_sum
-        output.ce_sum = plain
+        output.ce_sum = losses.sum()
+        output.target_losses, output.target_positions = losses, positions
         output.num_targets = torch.full((), len(positions), device=hidden.device)
 
     # --- what the Trainer and DeepSpeed look for ---------------------------------------------------
@@ -335,6 +340,8 @@ def true_positions(mask: torch.Tensor, count: int | None) -> torch.Tensor:
             raise ValueError(f"the batch was counted to hold {count} of these tokens, it holds {len(positions)}")
         return positions
     torch._assert_async(mask.sum() == count)
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=mask.device)
     return torch.nonzero_static(mask, size=count, fill_value=0).squeeze(1)
 
 
