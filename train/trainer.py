@@ -34,6 +34,7 @@ from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
+from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class PackTrainer(Trainer):
         loss_reduction_all_gather: False normalises by each rank's own weights, as InternVL's scripts
             do by default; the result then depends on how samples fell on ranks.
         resume_ignore_options: go on from a checkpoint that was saved with other packing options.
+        eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
     """
 
     def __init__(
@@ -73,10 +75,14 @@ class PackTrainer(Trainer):
         *,
         loss_reduction_all_gather: bool = True,
         resume_ignore_options: bool = False,
+        eval_loader: PackLoader | None = None,
         **kwargs: Any,
     ) -> None:
+        if eval_loader is not None:
+            kwargs["eval_dataset"] = eval_loader.packed_dataset  # the Trainer only asks whether there is one
         super().__init__(model=model, args=args, **kwargs)
         self.loader = loader
+        self.eval_loader = eval_loader
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
@@ -221,6 +227,39 @@ class PackTrainer(Trainer):
         if "loss" in logs:
             logs.update(self.metrics.since_last_log())
         super().log(logs, start_time)
+
+    # -- evaluation ------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
+        """Loss of the held-out data a token, a sample, and by dataset (evaluation.py); logged, and returned."""
+        assert self.eval_loader is not None, "evaluate without an eval_loader"
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        sums: SampleSums = {}
+        batches = iter(self.eval_loader)
+        with torch.no_grad():
+            while True:
+                batch = next(batches, None)
+                more = torch.tensor([float(batch is not None)])
+                if self._world_size > 1:  # sharded weights need every rank in every forward
+                    dist.all_reduce(more, group=self._cpu_group())
+                if not more.item():
+                    break
+                batch = batch if batch is not None else self.eval_loader.filler_batch()
+                with self.compute_loss_context_manager():
+                    outputs = model(**self._prepare_inputs(batch))
+                add_sample_losses(sums, batch, outputs.target_losses, outputs.target_positions)
+        model.train(was_training)
+        if self._world_size > 1:
+            parts: list[Any] = [None] * self._world_size
+            dist.all_gather_object(parts, sums, group=self._cpu_group())
+            sums = merge_sums(parts)
+        names = [spec.name for spec in self.eval_loader.packed_dataset.specs]
+        metrics = figures(sums, names, metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -1,0 +1,69 @@
+"""A finite, unshuffled, packed pass over held-out data: each sample once, the same figures on any ranks.
+
+The loss of every sample is summed in float64 by its id and the sums are added up in the order of ids, so
+the figures do not depend on ranks, workers or budgets beyond what float32 rounds inside a row. A sample
+longer than the budget is split, and its later parts see less context: give budgets that hold the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+SampleSums = dict[str, tuple[float, int]]  # sample id -> (sum of cross-entropy in nats, number of targets)
+
+
+def add_sample_losses(sums: SampleSums, batch: dict[str, Any], losses: torch.Tensor, positions: torch.Tensor) -> None:
+    """Add a row's target losses (M,) at flat positions (M,) to the sums of their samples."""
+    cu_seqlens = batch["cu_seqlens"].to(torch.int64).cpu()
+    segments = torch.bucketize(positions.cpu(), cu_seqlens, right=True) - 1
+    count = len(cu_seqlens) - 1
+    totals = torch.zeros(count, dtype=torch.float64).index_add_(0, segments, losses.double().cpu())
+    targets = torch.bincount(segments, minlength=count)
+    for sample_id, total, number in zip(batch["sample_ids"], totals.tolist(), targets.tolist(), strict=True):
+        if sample_id.startswith("<"):
+            continue
+        before = sums.get(sample_id, (0.0, 0))
+        sums[sample_id] = (before[0] + total, before[1] + number)
+
+
+def merge_sums(parts: Iterable[SampleSums]) -> SampleSums:
+    """The ranks' sums as one: fragments of a sample may have been on several."""
+    merged: SampleSums = {}
+    for part in parts:
+        for sample_id, (total, number) in part.items():
+            before = merged.get(sample_id, (0.0, 0))
+            merged[sample_id] = (before[0] + total, before[1] + number)
+    return merged
+
+
+def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> dict[str, float]:
+    """Mean loss a token and a sample, and a token by dataset.
+
+    Returns:
+        {prefix}_loss: nats a supervised token; {prefix}_loss_per_sample: mean over samples of their
+        mean; {prefix}_loss_{dataset}; {prefix}_samples; {prefix}_tokens.
+    """
+    ordered = [(sample_id, *sums[sample_id]) for sample_id in sorted(sums) if sums[sample_id][1]]
+    by_dataset = {
+        name: [(total, number) for sample_id, total, number in ordered if sample_id.startswith(f"{name}/")]
+        for name in datasets
+    }
+    out = {
+        f"{prefix}_loss": _mean((total, number) for _, total, number in ordered),
+        f"{prefix}_loss_per_sample": _mean((total / number, 1) for _, total, number in ordered),
+        f"{prefix}_samples": float(len(ordered)),
+        f"{prefix}_tokens": float(sum(number for _, _, number in ordered)),
+    }
+    for name, pairs in by_dataset.items():
+        out[f"{prefix}_loss_{name}"] = _mean(pairs)
+    return out
+
+
+def _mean(pairs: Iterable[tuple[float, int]]) -> float:
+    pairs = list(pairs)
+    number = sum(n for _, n in pairs)
+    return math.fsum(total for total, _ in pairs) / number if number else 0.0
