@@ -128,7 +128,7 @@ def test_a_row_whose_parts_do_not_fit_is_refused(tokenizer, change, message):
 def test_missing_tiles_and_tiles_of_another_size_are_refused(tokenizer):
     packed = tiny_packed(tokenizer)
     batch = packed_batch(mixed_segments(tokenizer))
-    with pytest.raises(ValueError, match="28 image tokens .* for 6 tiles of 4 tokens"):
+    with pytest.raises(ValueError, match=r"28 image tokens .* for 6 tiles of 4 tokens"):
         packed(**(batch | {"pixel_values": batch["pixel_values"][1:]}))
     with pytest.raises(ValueError, match=r"tiles of \(28, 28\), the model's are \(56, 56\)"):
         packed(**(batch | {"pixel_values": batch["pixel_values"][..., ::2, ::2]}))
@@ -172,7 +172,7 @@ def test_on_cuda_flash_attn_comes_first_then_torchs_own(cuda_like, monkeypatch):
 
 def test_float32_on_cuda_is_sdpa(cuda_like):
     assert select_kernel("auto", "cuda", torch.float32).name == "sdpa"
-    with pytest.raises(UserError, match="--attn_kernel varlen computes in bfloat16 or float16.*set --bf16"):
+    with pytest.raises(UserError, match=r"--attn_kernel varlen computes in bfloat16 or float16.*set --bf16"):
         select_kernel("varlen", "cuda", torch.float32)
 
 
@@ -247,7 +247,7 @@ def test_what_packed_attention_cannot_do_is_refused(tokenizer):
     assert attend(module, q, k, k, None, **bounds)[0].shape == (1, 6, 4, 8)
     with pytest.raises(ValueError, match="Module uses softcap"):
         attend(module, q, k, k, None, softcap=30.0, **bounds)
-    with pytest.raises(ValueError, match="has no dropout, the config asks for 0.1"):
+    with pytest.raises(ValueError, match=r"has no dropout, the config asks for 0.1"):
         attend(module, q, k, k, None, dropout=0.1, **bounds)
     with pytest.raises(ValueError, match="describe one row, the batch has 2"):
         attend(module, q.repeat(2, 1, 1, 1), k, k, None, **bounds)

@@ -1,0 +1,285 @@
+"""Are the attention kernels right on this machine? Forward and backward, alone and inside a model.
+
+    python benchmarks/gpu_check.py                       # every kernel that runs here
+    python benchmarks/gpu_check.py --kernels flash_attn varlen
+    python benchmarks/gpu_check.py --device cpu          # the script itself, in small
+
+Errors are relative norms against float32, a sample at a time. A kernel passes if its error is at most twice
+that of bfloat16 SDPA, also a sample at a time: the tolerance is the reference's own rounding, not a number
+picked by hand. Each segment of a row is looked at by itself too, so that a short one cannot hide a leak.
+Ends with exit code 1 if anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from internvl_pack.collate import PackRow, Segment, packed_collate_fn
+from internvl_pack.errors import UserError
+from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.images import normalize_tiles
+from internvl_pack.model.kernels import KERNELS, select_kernel
+from internvl_pack.model.packed import PackedModel
+from internvl_pack.model.selfcheck import check_isolation
+from internvl_pack.tiny import tiny_internvl, tiny_tokenizer
+
+FACTOR = 2.0  # times the error of bfloat16 SDPA, a sample at a time
+SEGMENT_ERROR = 0.05  # of the row's mean size, for each segment by itself: a leak is of order 1
+TENSORS = ("out", "dq", "dk", "dv")
+
+# Heads of query and key-value, head size: the language models of InternVL3-1B and -8B.
+SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128), "Llama-8B": (32, 8, 128)}
+LENGTHS = [1, 3300, 7, 64, 1203, 1, 2049, 129, 300, 128, 577, 2]
+SMALL_LENGTHS = [1, 33, 7, 64, 20, 1, 2]
+
+
+class Table:
+    """Prints aligned rows as they come and remembers failures."""
+
+    def __init__(self, *columns: tuple[str, int]) -> None:
+        self.widths = [width for _, width in columns]
+        self.failures = 0
+        self.row(*(name for name, _ in columns))
+
+    def row(self, *cells: object) -> None:
+        print("  ".join(f"{c!s:<{w}}" for c, w in zip(cells, self.widths, strict=False)), flush=True)
+
+    def verdict(self, ok: bool) -> str:
+        self.failures += not ok
+        return "ok" if ok else "FAILED"
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.float() - expected).norm() / expected.norm()).item()
+
+
+def worst_segment(got: torch.Tensor, expected: torch.Tensor, lengths: list[int]) -> float:
+    """The largest error of a segment, in units of the row's root mean square."""
+    size = expected.square().mean().sqrt()
+    errors = (got.float() - expected).split(lengths)
+    return max((e.square().mean().sqrt() / size).item() for e in errors)
+
+
+# --- kernels by themselves ------------------------------------------------------------------------
+
+
+def run_kernel(run: Callable, inputs: list[torch.Tensor], upstream: torch.Tensor, *rest) -> list[torch.Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = run(*leaves, *rest)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+def check_kernels(kernels: list[str], device: torch.device, small: bool) -> int:
+    lengths = SMALL_LENGTHS if small else LENGTHS
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    print(f"\nKernels on a row of {sum(lengths)} tokens, {len(lengths)} segments of {min(lengths)} to {max(lengths)}")
+    table = Table(("shape", 9), ("window", 7), ("kernel", 11), *((t, 19) for t in TENSORS), ("segment", 8), ("", 6))
+    for shape, (heads, kv_heads, dim) in SHAPES.items():
+        for window in (None, 16 if small else 256):
+            torch.manual_seed(0)
+            inputs = [
+                torch.randn(sum(lengths), h, dim, device=device, dtype=torch.bfloat16)
+                for h in (heads, kv_heads, kv_heads)
+            ]
+            upstream = torch.randn(sum(lengths), heads, dim, device=device, dtype=torch.bfloat16)
+            row = (cu_seqlens, max(lengths), dim**-0.5, window)
+            with sdpa_kernel(SDPBackend.MATH):
+                expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, *row)
+            by_sample = run_kernel(KERNELS["sdpa"].run, inputs, upstream, *row)
+            base = [relative(g, e) for g, e in zip(by_sample, expected, strict=True)]
+            table.row(shape, window or "-", "bf16 sdpa", *(f"{b:.2e}" for b in base))
+            for name in kernels:
+                got = run_kernel(KERNELS[name].run, inputs, upstream, *row)
+                errors = [relative(g, e) for g, e in zip(got, expected, strict=True)]
+                segment = max(worst_segment(g, e, lengths) for g, e in zip(got, expected, strict=True))
+                ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True)) and segment <= SEGMENT_ERROR
+                cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
+                table.row(shape, window or "-", name, *cells, f"{segment:.1e}", table.verdict(ok))
+    return table.failures
+
+
+# --- inside a model -------------------------------------------------------------------------------
+
+
+def make_model(small: bool):
+    """InternVL3-1B's heads and tiles with fewer layers, random weights."""
+    tokenizer = tiny_tokenizer(["a tokenizer of bytes is enough here"], vocab_size=512)
+    if small:
+        return tokenizer, tiny_internvl(tokenizer, "qwen2")
+    model = tiny_internvl(
+        tokenizer,
+        "qwen2",
+        image_size=448,
+        vision_hidden_size=256,
+        num_vision_layers=4,
+        hidden_size=896,
+        num_layers=6,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=2432,
+        initializer_range=0.02,
+    )
+    return tokenizer, model
+
+
+def make_samples(tokenizer, model, small: bool) -> list[Segment]:
+    """Several images, one image, text only, a one-token answer: in lengths of a few to a few hundred tokens."""
+    rng = np.random.default_rng(0)
+    size = model.config.vision_config.image_size[0]
+    tokens_per_tile = model.config.image_seq_length
+    factor = 1 if small else 12
+    plans = [(2, 20, 9), (0, 30, 40), (1, 7, 1), (3, 15, 25), (0, 1, 1), (1, 4, 33), (0, 60, 5), (2, 3, 12)]
+    samples = []
+    for i, (tiles, asked, answered) in enumerate(plans):
+        asked, answered = (max(1, n * factor - i) if n > 1 else n for n in (asked, answered))
+        image = np.full(tiles * tokens_per_tile, model.config.image_token_id)
+        text = rng.integers(0, 256, asked + answered)
+        ids = np.concatenate([image, text]).astype(np.int32)
+        labels = np.full(len(ids), -100, dtype=np.int32)
+        labels[len(image) + asked :] = text[asked:]
+        pixels = rng.integers(0, 256, (tiles, 3, size, size), dtype=np.uint8)
+        samples.append(Segment(f"sample/{i}", (0, 1), ids, labels, pixels, (tiles,) if tiles else (), answered))
+    return samples
+
+
+def run_one_by_one(model, samples: list[Segment], device, dtype) -> tuple[torch.Tensor, float, dict]:
+    """transformers' own model and attention: logits of all tokens, the loss, gradients summed in float32."""
+    model = copy.deepcopy(model).to(device, dtype)
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "sdpa", "": "sdpa"})
+    count = sum(s.num_loss_tokens for s in samples)
+    logits, loss, grads = [], 0.0, {}
+    for sample in samples:
+        ids, labels = (torch.from_numpy(a).long().to(device) for a in (sample.input_ids, sample.labels))
+        pixels = normalize_tiles(torch.from_numpy(sample.tiles).to(device), dtype) if len(sample.tiles) else None
+        out = model(input_ids=ids[None], pixel_values=pixels, use_cache=False).logits[0]
+        ce = F.cross_entropy(out[:-1].float(), labels[1:], ignore_index=-100, reduction="sum") / count
+        model.zero_grad()
+        ce.backward()
+        loss += ce.item()
+        logits.append(out.detach().float())
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                grads[name] = grads.get(name, 0.0) + p.grad.float()
+    return torch.cat(logits), loss, grads
+
+
+def run_packed(model, kernel: str, samples: list[Segment], device, checkpointing: bool):
+    """The same as one row; and how often a forward pass waited for the device."""
+    model = copy.deepcopy(model).to(device, torch.bfloat16)
+    model.set_attn_implementation({"text_config": register_packed_attention(kernel, device)})
+    packed = PackedModel(model).train()
+    check_isolation(packed)
+    if checkpointing:
+        packed.gradient_checkpointing_enable()
+    batch = packed_collate_fn([PackRow(list(samples))], image_size=model.config.vision_config.image_size[0])
+    batch["num_image_tokens"] = sum(len(s.tiles) for s in samples) * packed.tokens_per_tile
+    batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    logits = packed(**batch, return_logits=True).logits[0].detach().float()
+    waits = 0
+    if device.type == "cuda":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            packed(**batch, loss_normalizer=1.0)
+            torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchroniz" in str(w.message) for w in caught)
+    loss = packed(**batch).loss
+    loss.backward()
+    return logits, loss.item(), {n: p.grad.float() for n, p in model.named_parameters()}, waits
+
+
+GROUPS = ("model.vision_tower", "model.multi_modal_projector", "model.language_model", "lm_head")
+
+
+def group_errors(got: dict, expected: dict) -> list[float]:
+    errors = []
+    for group in GROUPS:
+        names = [n for n in expected if n.startswith(group)]
+        errors.append(relative(*(torch.cat([g[n].flatten() for n in names]) for g in (got, expected))))
+    return errors
+
+
+def check_model(kernels: list[str], device: torch.device, small: bool) -> int:
+    tokenizer, model = make_model(small)
+    samples = make_samples(tokenizer, model, small)
+    lengths = [len(s.input_ids) for s in samples]
+    expected_logits, expected_loss, expected = run_one_by_one(model, samples, device, torch.float32)
+    base_logits, base_loss, base_grads = run_one_by_one(model, samples, device, torch.bfloat16)
+    base = [relative(base_logits, expected_logits), *group_errors(base_grads, expected)]
+    print(
+        f"\nInside a model: {len(samples)} samples, {sum(lengths)} tokens, {sum(len(s.tiles) for s in samples)} tiles;"
+    )
+    print(f"gradients by part; loss in float32 {expected_loss:.6f}")
+    names = ("logits", "vision tower", "projector", "language model", "head")
+    table = Table(("", 18), *((n, 19) for n in names), ("segment", 8), ("loss", 9), ("waits", 6), ("", 6))
+    table.row("bf16 one by one", *(f"{b:.2e}" for b in base), "", f"{base_loss:.6f}")
+    for name in kernels:
+        for checkpointing in (False, True):
+            logits, loss, grads, waits = run_packed(model, name, samples, device, checkpointing)
+            errors = [relative(logits, expected_logits), *group_errors(grads, expected)]
+            segment = worst_segment(logits, expected_logits, lengths)
+            ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True))
+            ok &= segment <= max(SEGMENT_ERROR, FACTOR * worst_segment(base_logits, expected_logits, lengths))
+            label = name + " + ckpt" * checkpointing
+            cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
+            table.row(label, *cells, f"{segment:.1e}", f"{loss:.6f}", waits, table.verdict(ok))
+    return table.failures
+
+
+def versions(device: torch.device) -> str:
+    import transformers
+
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    words = [card, f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    words.append(f"transformers {transformers.__version__}")
+    try:
+        import flash_attn
+
+        words.append(f"flash_attn {getattr(flash_attn, '__version__', '?')}")
+    except ImportError:
+        words.append("no flash_attn")
+    return ", ".join(words)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", nargs="+", help="default: every kernel that runs on the device")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    small = device.type != "cuda"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    kernels = []
+    for name in args.kernels or KERNELS:
+        try:
+            kernels.append(select_kernel(name, device).name)
+        except UserError as error:
+            print(f"left out: {error}")
+            if args.kernels:
+                return 1
+    print(
+        f"{versions(device)}\nkernels: {', '.join(kernels)}; --attn_kernel auto is {select_kernel('auto', device).name}"
+    )
+    failures = check_kernels(kernels, device, small)
+    failures += check_model(kernels, device, small)
+    print(f"\n{failures} of the rows failed" if failures else "\nall rows passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
