@@ -54,6 +54,8 @@ def image_names_of(data: Mapping) -> list[str]:
     """
     if data.get("images"):
         raise SampleError("image_field", "field 'images' is not read; name it 'image'")
+    if data.get("video"):
+        raise SampleError("video_unsupported", "field 'video' is not read")
     names = data.get("image")
     if names is None or names == "" or names == []:
         return []

@@ -5,7 +5,8 @@
     JPEG, 4 components        simplejpeg to CMYK, then Pillow's CMYK to RGB
     everything else           Pillow, restricted to the format that the signature names
 
-Rules for what is not plain RGB stand in docs/encoding.md. Memory: at most 16 bytes a pixel besides the file's bytes.
+Rules for what is not plain RGB stand in docs/encoding.md. Memory: at most 32 bytes a pixel besides the file's bytes, 9 for a baseline
+JPEG.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def _decode_jpeg(data: bytes, header: Header, target, allow_truncated: bool) -> 
     """By simplejpeg; None where it cannot (rare codings), which Pillow then decides."""
     import simplejpeg
 
+    if not allow_truncated and data.rfind(b"\xff\xd9") < header.num_bytes:
+        # Decoders take a progressive JPEG without its last scans for whole. Coded pixels never hold this marker.
+        raise SampleError("image_truncated", "the file ends before the picture does")
     scale = _jpeg_scale(header, target)
     colorspace = "CMYK" if header.components == 4 else "RGB"
 
@@ -223,7 +227,8 @@ def _floats_to_bytes(values: np.ndarray) -> np.ndarray:
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 255):  # false for NaN, too
         raise SampleError("image_mode", f"grey levels from {low:g} to {high:g}; floats must lie in 0 to 1 or 0 to 255")
-    return np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
+    levels = values * np.float32(255 if high <= 1 else 1)
+    return np.rint(levels, out=levels).astype(np.uint8)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -47,6 +47,7 @@ class Header:
     width, height: pixels as stored.
     orientation: EXIF orientation, 1 (upright) to 8.
     components: colour components of a JPEG, else 0.
+    num_bytes: bytes before the pixels of a JPEG, else 0.
     """
 
     format: str
@@ -54,6 +55,7 @@ class Header:
     height: int
     orientation: int = 1
     components: int = 0
+    num_bytes: int = 0
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -138,7 +140,7 @@ def _jpeg(data: bytes) -> Header:
             if length < 8:
                 raise ValueError("a JPEG frame header of impossible length")
             height, width = (int.from_bytes(data[position + at : position + at + 2], "big") for at in (5, 7))
-            return Header("JPEG", width, height, orientation or 1, data[position + 9])
+            return Header("JPEG", width, height, orientation or 1, data[position + 9], stop)
         if marker == 0xE1 and not orientation and data.startswith(b"Exif\x00\x00", position + 4):
             orientation = exif_orientation(data[position + 10 : stop])
         position = stop
