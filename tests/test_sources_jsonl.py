@@ -9,6 +9,8 @@ import pickle
 import random
 import subprocess
 import sys
+from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,7 +87,8 @@ def verdicts(source) -> list[str]:
         (b"[1, 2]\n" + A + b"\n[3]\n", ["not_an_object@1", "a@2", "not_an_object@3"]),
         (A + b'\n{"id": "\\ud83d\\ude00"}\n{"id": "\\ud83d"}\n{"\\udc00": 1}',
          ["a@1", "\U0001f600@2", "lone_surrogate@3", "lone_surrogate@4"]),
-        (b'{"id": 12}\n{"id": 1.5}\n{"id": null}\n{"id": true}\n{"id": ""}', ["12@1", "None@2", "None@3", "None@4", "@5"]),
+        (b'{"id": 12}\n{"id": 1.5}\n{"id": null}\n{"id": true}\n{"id": ""}',
+         ["12@1", "None@2", "None@3", "None@4", "@5"]),
     ],
 )  # fmt: skip
 def test_rows_and_lines(tmp_path, content, expected):
@@ -234,7 +237,7 @@ def test_offsets_beyond_four_gigabytes(tmp_path):
         file.truncate(2 * four + 1000)
     size = 2 * four + 1000
     bounds = [four - 100, four, four + 100, 2 * four - 100, 2 * four, size]
-    parts = [jsonl.scan_part(path, start, stop, size) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    parts = [jsonl.scan_part(path, start, stop, size) for start, stop in pairwise(bounds)
              if stop - start < 2000]  # fmt: skip
     with jsonl.JsonlIndexWriter(path, stamp_of(path)) as writer:
         for part in parts:
@@ -284,7 +287,7 @@ def test_a_stale_index_is_left_aside_with_a_warning(indexed, caplog):
 
 
 def test_an_index_cut_anywhere_is_left_aside(indexed, caplog):
-    whole = open(indexed + SUFFIX, "rb").read()
+    whole = Path(indexed + SUFFIX).read_bytes()
     for length in range(len(whole)):
         with open(indexed + SUFFIX, "wb") as file:
             file.write(whole[:length])
@@ -303,7 +306,7 @@ def test_an_index_of_another_program_is_left_aside(indexed, content, caplog):
 
 def test_a_damaged_index_never_gives_a_wrong_row(indexed):
     """Flip every byte of the columns in turn: each row is the right one, or the file's fault is said."""
-    whole = open(indexed + SUFFIX, "rb").read()
+    whole = Path(indexed + SUFFIX).read_bytes()
     for position in range(16, len(whole)):
         with open(indexed + SUFFIX, "wb") as file:
             file.write(whole[:position] + bytes([whole[position] ^ 0x11]) + whole[position + 1 :])
@@ -369,7 +372,7 @@ def test_workers_read_beside_each_other(tmp_path, method):
     assert source.read(0).own_id == "r0"  # the parent has the file open when workers start
     with multiprocessing.get_context(method).Pool(2) as pool:
         found = pool.starmap(_own_ids, [(source, range(start, 500, 4)) for start in range(4)])
-    assert sorted(sum(found, [])) == sorted(f"r{row}" for row in range(500))
+    assert sorted(chain.from_iterable(found)) == sorted(f"r{row}" for row in range(500))
 
 
 def _own_ids(source, rows):

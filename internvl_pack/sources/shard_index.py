@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "tar"
 _ZEROS_BYTES = 1 << 20
-_MAX_DAMAGE = 1000
+MAX_DAMAGE = 1000
 """Damaged places of one shard beyond which the rest of it is given up."""
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own files, such as __meta__/info
 _COMPRESSED = {
@@ -266,7 +266,7 @@ class _ShardScan:
         position = 0
         ended = False
         while position < size:
-            if len(self.damage) >= _MAX_DAMAGE:
+            if len(self.damage) >= MAX_DAMAGE:
                 self._hurt("shard_damaged", position, "too many damaged places; the rest is not read")
                 ended = True
                 break

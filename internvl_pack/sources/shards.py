@@ -97,11 +97,7 @@ class ShardSource(Source):
         return f"{shard.path}:{key}@{header}"
 
     def read(self, row: int) -> RawSample:
-        shard, index, local = self._shard(row)
-        headers = index.member[int(index.first[local]) : int(index.first[local + 1])].tolist()
-        status = int(index.status[local])
-        if not headers:
-            raise _changed(shard, "a row without members")
+        shard, status, headers = self._shard(row)
         if status != OK:
             raise self._row_error(shard, headers, status)
         read = _reader(shard)
@@ -148,13 +144,19 @@ class ShardSource(Source):
         key = row_key(entries)
         return SampleError(reason, f"{shard.path}:{key}@{blamed.header}: " + text.format(member=repr(blamed.path)))
 
-    def _shard(self, row: int) -> tuple[_Shard, ShardIndex, int]:
+    def _shard(self, row: int) -> tuple[_Shard, int, list[int]]:
+        """(shard, status, positions of the members' headers) of a row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         number = int(np.searchsorted(self._starts, row, "right")) - 1
         shard = self._shards[number]
         index = shard.index if shard.index is not None else self._map(number)
-        return shard, index, row - int(self._starts[number])
+        local = row - int(self._starts[number])
+        headers = index.member[int(index.first[local]) : int(index.first[local + 1])].tolist()
+        status = int(index.status[local])
+        if not headers or max(headers) >= shard.stamp.size or (status != OK and status not in REASONS):
+            raise _changed(shard, "its index is damaged")
+        return shard, status, headers
 
     def _map(self, number: int) -> ShardIndex:
         index = self._mapped.get(number)
@@ -175,8 +177,7 @@ class ShardSource(Source):
 
     def _locate(self, row: int) -> tuple[_Shard, str, int]:
         """(shard, key, position of the first member's header) of a row, from one header."""
-        shard, index, local = self._shard(row)
-        header = int(index.member[int(index.first[local])])
+        shard, _, (header, *_) = self._shard(row)
         try:
             member = read_member(_reader(shard), header)
             assert member is not None

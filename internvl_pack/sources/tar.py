@@ -78,7 +78,7 @@ def _is_header(block: bytes) -> bool:
     if stored is None:
         return False
     others = block[:148] + block[156:]
-    if stored == sum(others.translate(None, b"\0")) + 8 * 32:  # its own field counts as spaces; most of the rest is zero
+    if stored == sum(others.translate(None, b"\0")) + 8 * 32:  # its own field counts as spaces
         return True
     signed = sum(byte - 256 if byte > 127 else byte for byte in others)
     return stored == signed + 256
