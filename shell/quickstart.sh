@@ -45,7 +45,7 @@ train() {
 
 say "packed: several samples a row"
 train packed --use_packed_ds True
-say "padded: one sample a row, 4 rows a batch"
-train padded --use_packed_ds False --per_device_train_batch_size 4
+say "padded: one sample a row, 8 rows a batch"
+train padded --use_packed_ds False --per_device_train_batch_size 8
 
 "$PY" -m train.quickstart_report "$WORK_DIR/packed" "$WORK_DIR/padded"

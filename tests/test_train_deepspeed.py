@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from factory import png, write_meta
+
 from internvl_pack.collate import packed_collate_fn
 from internvl_pack.config import PackingConfig
 from internvl_pack.dataset import PackedDataset

@@ -7,6 +7,7 @@ refuses values that would break it, naming the option.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass, field, fields
@@ -304,19 +305,30 @@ class PackTrainingArguments(TrainingArguments):
             join_deepspeed_on_cpu()
 
     def _check_accelerator(self) -> None:
-        if self.accelerator_config is None:
-            self.accelerator_config = dict(ACCELERATOR)
+        """Batches reach each rank from its own lanes: accelerate must neither split nor dispatch them."""
         given = self.accelerator_config
-        if not isinstance(given, dict):
-            given = {k: getattr(given, k, None) for k in ACCELERATOR}
-        for name, value in given.items():
-            if name in ACCELERATOR and value not in (ACCELERATOR[name], None):
+        if isinstance(given, str):
+            given = _json_option("accelerator_config", given)
+        settings = dict(given) if isinstance(given, dict) else dict(vars(given)) if given is not None else {}
+        for name, needed in ACCELERATOR.items():
+            # An AcceleratorConfig object holds its own defaults, so only what is switched on is an error.
+            if settings.get(name) and settings[name] != needed and name != "even_batches":
                 raise UserError(
-                    f"--accelerator_config {name}={value}: each rank reads its own lanes, so batches are neither "
-                    f"split nor dispatched by accelerate; leave {name} out"
+                    f"--accelerator_config {name}={settings[name]}: each rank reads its own lanes, accelerate must not "
+                    f"split or dispatch batches; leave {name} out"
                 )
-        if isinstance(self.accelerator_config, dict):
-            self.accelerator_config = {**ACCELERATOR, **self.accelerator_config}
+        self.accelerator_config = {**settings, **ACCELERATOR}
+
+
+def _json_option(name: str, value: str) -> dict[str, Any]:
+    """A dictionary given as JSON, or as the name of a JSON file."""
+    try:
+        content = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--{name} {value}: neither JSON nor a JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--{name} {value}: give a JSON object")
+    return content
 
 
 def find_deepspeed_config(name: str) -> Path:

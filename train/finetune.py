@@ -110,9 +110,10 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
 
     compute_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     kernel = select_kernel(model_args.attn_kernel, args.device, compute_dtype)
+    packing = data_args.packing_config(seed=args.seed if args.data_seed is None else args.data_seed)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     tokenizer = load_tokenizer(model_args)
-    loader = make_loader(model_args, data_args, args, tokenizer, checkpoint)
+    loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
     set_seed(args.seed)
     model = build_model(
         device=args.device,
@@ -165,7 +166,7 @@ def load_tokenizer(model_args: Any) -> Any:
     return tokenizer
 
 
-def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, checkpoint: str | None) -> Any:
+def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, config: Any, checkpoint: str | None) -> Any:
     """This rank's batches, packed or padded.
 
     Raises:
@@ -176,7 +177,6 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, chec
     from internvl_pack.dataset import PackedDataset
     from internvl_pack.loader import PackLoader, build_loader
 
-    config = data_args.packing_config(seed=args.data_seed if args.data_seed is not None else args.seed)
     dataset = PackedDataset.from_meta(
         data_args.meta_path,
         tokenizer,

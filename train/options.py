@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import HfArgumentParser
 
@@ -22,7 +22,6 @@ RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy
 DROPPED = {
     "overwrite_output_dir": "an output folder is never emptied",
     "group_by_length": "packing evens out lengths",
-    "do_train": "this program only trains",
     "allow_overflow": "budgets are never exceeded",
     "pad2square": "images are cut by their shape or resized",
     "use_fast_tokenizer": "the fast tokenizer is always used",
@@ -52,7 +51,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, P
         allow_abbrev=False,
     )
     if len(argv) == 1 and argv[0].endswith(".json"):
-        return _from_json(parser, argv[0])
+        argv = words_of(argv[0])
     *groups, rest = parser.parse_args_into_dataclasses(
         modernise(argv), return_remaining_strings=True, look_for_args_file=False
     )
@@ -62,15 +61,26 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, P
     return tuple(groups)
 
 
-def _from_json(parser: HfArgumentParser, path: str) -> tuple[Any, ...]:
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file of options")
+def words_of(path: str) -> list[str]:
+    """A JSON file of options as a command line, so that both are checked alike; null leaves an option out.
+
+    Raises:
+        UserError: no such file, or not one JSON object.
+    """
     try:
-        return parser.parse_json_file(path)
-    except UserError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+        options = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: the file of options cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: give one JSON object of options")
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        if value is not None:
+            words += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+    return words
 
 
 def modernise(argv: Sequence[str]) -> list[str]:

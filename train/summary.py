@@ -11,7 +11,7 @@ from typing import Any
 from internvl_pack.report.ledger import Ledger
 
 FILE_NAME = "train_summary.json"
-LAST_STEPS = 5  # steps whose mean is the last loss: single steps differ by what is in them
+LAST_STEPS = 10  # steps whose mean is the last loss: single steps differ by what is in them
 WARM_UP_STEPS = 2  # steps left out of the speed: allocation, compilation, first reads
 
 
