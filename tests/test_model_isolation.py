@@ -53,8 +53,12 @@ def test_the_self_check_passes_and_leaves_the_model_as_it_was(tokenizer, llm):
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in packed.named_parameters())
 
 
-def test_the_self_check_runs_in_bfloat16(tokenizer):
-    check_isolation(tiny_packed(tokenizer).bfloat16())
+@pytest.mark.parametrize("llm", LANGUAGE_MODELS)
+def test_the_self_check_runs_in_bfloat16_and_under_autocast(tokenizer, llm):
+    packed = tiny_packed(tokenizer, llm)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_isolation(packed)
+    check_isolation(packed.bfloat16())
 
 
 def test_attention_that_ignores_the_boundaries_is_named(tokenizer):

@@ -22,6 +22,7 @@ from internvl_pack.config import PackingConfig
 from internvl_pack.dataset import PackedDataset
 from internvl_pack.encode.sample import EncodeConfig
 from internvl_pack.loader import build_loader
+from internvl_pack.model import head
 from internvl_pack.model.packed import PackedModel
 
 LOSS_TOLERANCE = 1e-6
@@ -140,6 +141,29 @@ def test_the_heads_chunk_changes_nothing(tokenizer, chunk):
     assert_same_gradients(results[1][2], results[0][2])
 
 
+def test_no_more_logits_than_a_chunk_exist_at_once(tokenizer, monkeypatch):
+    packed = tiny_packed(tokenizer)
+    packed.head.chunk_tokens = 7
+    sizes = []
+    inner = head._cross_entropy
+    monkeypatch.setattr(head, "_cross_entropy", lambda h, *rest: sizes.append(len(h)) or inner(h, *rest))
+    batch = packed_batch(mixed_segments(tokenizer))
+    packed(**batch).loss.backward()
+    assert max(sizes) == 7
+    assert sum(sizes) == 2 * batch["num_loss_tokens"]  # once forward, once again for the gradient
+
+
+def test_the_first_token_of_a_segment_is_never_a_target(tokenizer):
+    packed = tiny_packed(tokenizer)
+    batch = packed_batch(mixed_segments(tokenizer))
+    starts = batch["cu_seqlens"][:-1].long()
+    labels, weights = batch["labels"].clone(), batch["loss_weight"].clone()
+    labels[0, starts], weights[0, starts] = batch["input_ids"][0, starts], 1.0
+    out = packed(**(batch | {"labels": labels, "loss_weight": weights}))
+    assert out.loss.item() == packed(**batch).loss.item()
+    assert out.num_targets == batch["num_loss_tokens"]
+
+
 def test_the_order_of_segments_and_a_pad_segment_change_nothing(tokenizer):
     packed = tiny_packed(tokenizer)
     segments = mixed_segments(tokenizer)
@@ -199,6 +223,26 @@ def test_the_sums_for_metrics_are_unweighted(tokenizer):
     assert out.ce_sum.item() == pytest.approx(plain.weighted_sum.item(), rel=1e-6)
     assert out.num_targets.item() == plain.weight_sum.item() == packed_batch(segments)["num_loss_tokens"]
     assert out.weight_sum.item() == pytest.approx(sum(s.num_loss_tokens > 0 for s in segments), rel=1e-5)
+
+
+@pytest.mark.parametrize("llm", ["qwen2", "qwen3"])
+def test_under_autocast_the_kernel_computes_in_half_and_the_loss_in_float32(tokenizer, llm):
+    packed = tiny_packed(tokenizer, llm)
+    packed.gradient_checkpointing_enable()
+    batch = packed_batch(mixed_segments(tokenizer))
+    expected = packed(**batch).loss
+    types = set()
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _m, args: types.add(args[0].dtype))
+        for layer in packed.language_model.layers
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = packed(**batch).loss
+    loss.backward()
+    assert types == {torch.bfloat16} and len(hooks) == 2
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in packed.parameters())
 
 
 def test_a_text_only_model_packs_too(tokenizer):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_samples import mixed_segments, packed_batch, segment, text_segments, tiny_packed
 
+from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.tiny import tiny_tokenizer
 
 STEPS = 3
@@ -64,6 +65,7 @@ def zero3_rank(rank: int, port: int, out: str) -> None:
     }
     optimizer = torch.optim.AdamW(packed.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     engine, *_ = deepspeed.initialize(model=packed, optimizer=optimizer, config=config)
+    check_isolation(engine)
     losses = []
     for batch in rows:
         normalizer = batch["loss_weight"].sum()

@@ -185,7 +185,9 @@ class PackedModel(nn.Module):
     def _with_images(self, embeddings, input_ids, pixel_values, num_image_tokens) -> torch.Tensor:
         vision = self.config.vision_config
         num_tiles = 0 if pixel_values is None else len(pixel_values)
-        positions = true_positions(input_ids.reshape(-1) == self.config.image_token_id, num_image_tokens)
+        is_image = input_ids.reshape(-1) == self.config.image_token_id
+        on_host = num_image_tokens is None or input_ids.device.type == "cpu"
+        positions = true_positions(is_image, None if on_host else num_image_tokens)
         if len(positions) != num_tiles * self.tokens_per_tile:
             raise ValueError(
                 f"{len(positions)} image tokens (id {self.config.image_token_id}) for {num_tiles} tiles of "
