@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Quarantine(TrainerCallback):
                 lines.append(json.dumps(event, ensure_ascii=False) + "\n")
         if lines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if _cut_off(self.path):
+                lines.insert(0, "\n")
             with open(self.path, "a", encoding="utf-8") as file:
                 file.writelines(lines)
 
@@ -76,6 +79,15 @@ class Quarantine(TrainerCallback):
             else:
                 self.path.unlink(missing_ok=True)  # of an earlier run in the same folder
         return self._seen
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether the last line lacks its end: the run that wrote it was killed."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _read_keys(path: Path) -> Iterable[tuple[Any, ...]]:
