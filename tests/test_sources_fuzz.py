@@ -73,9 +73,7 @@ def test_every_untouched_line_is_delivered(tmp_path, seed):
             for record, (first, last) in zip(records, spans, strict=True)
             if stop <= first - 1 or last + 1 < start or (first == 0 and last + 1 < start)
         ]
-        assert all(record in found for record in untouched)
-        ids = [record["id"] for record in untouched]
-        assert [record["id"] for record in found if record.get("id") in ids] == ids
+        assert [record for record in found if record in untouched] == untouched
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -105,11 +103,11 @@ def test_every_untouched_sample_of_a_shard_is_delivered(tmp_path, format):
             key = source.sample_id(row).removeprefix("set/shard/")
             try:
                 sample = source.read(row)
-                found[key] = (sample.data, sample.resolve(sample.data["image"]).read())
+                names = sample.data.get("image")  # a list or nothing where the damage hit the field's name
+                name = names[0] if isinstance(names, list) else names
+                found[key] = (sample.data, sample.resolve(name).read())
             except SampleError as error:
-                assert str(path) in error.detail
-            except KeyError:
-                pass  # the damage hit the field's name
+                assert str(path) in error.detail or name is None
         untouched = [s for s in samples if stop <= s[3] or start >= s[4]]
         for key, record, image, *_ in untouched:
             assert found[key] == (record, image)
