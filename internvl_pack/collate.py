@@ -78,6 +78,7 @@ def packed_collate_fn(
     image_size: int = 448,
     loss_reduction: str = "token",
     pad_to: int | Sequence[int] | None = None,
+    image_token_id: int | None = None,
 ) -> dict[str, Any]:
     """One or more packs flattened into one row of N tokens with S segments, T tiles.
 
@@ -87,6 +88,7 @@ def packed_collate_fn(
         loss_reduction: `token`, `sample` or `square`; see loss.py.
         pad_to: pad the row with one isolated, unlabelled segment to this length (strict mode), or to
             the smallest of several lengths that holds it.
+        image_token_id: of the tokens that image features replace; given, they are counted.
 
     Returns:
         input_ids, labels, position_ids: int64 (1, N); the label of each segment's first token is IGNORE_INDEX.
@@ -100,6 +102,7 @@ def packed_collate_fn(
         num_samples, num_segments, num_tokens (N), num_real_tokens, num_tiles, num_loss_tokens, num_packs:
         ints; num_samples counts a split sample at its first fragment.
         sum_squared_lengths: int, of the real segments: what attention costs.
+        num_image_tokens: int, only with `image_token_id`.
         rows: lane, state and events of each pack, for the loader.
 
     Raises:
@@ -147,7 +150,7 @@ def packed_collate_fn(
         pixels = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
     else:
         pixels = torch.empty((0, 3, image_size, image_size), dtype=torch.uint8)
-    return {
+    batch = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
         "position_ids": torch.from_numpy(position_ids)[None],
@@ -169,6 +172,9 @@ def packed_collate_fn(
         "sum_squared_lengths": sum(len(s.input_ids) ** 2 for s in segments),
         "rows": [_without_data(row) for row in rows],
     }
+    if image_token_id is not None:
+        batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
+    return batch
 
 
 def padded_collate_fn(
@@ -177,6 +183,7 @@ def padded_collate_fn(
     pad_token_id: int = 0,
     image_size: int = 448,
     loss_reduction: str = "token",
+    image_token_id: int | None = None,
 ) -> dict[str, Any]:
     """The same samples the usual way: one sample a row, padded on the right to the longest.
 
@@ -192,13 +199,11 @@ def padded_collate_fn(
     for row in rows:
         if len(row.segments) > 1:
             raise ValueError(f"padded_collate_fn takes one sample a row, lane {row.lane} gave {len(row.segments)}")
-    singles = [
-        packed_collate_fn([row], pad_token_id=pad_token_id, image_size=image_size, loss_reduction=loss_reduction)
-        for row in rows
-        if row.segments
-    ]
+    options = {"pad_token_id": pad_token_id, "image_size": image_size, "loss_reduction": loss_reduction}
+    options["image_token_id"] = image_token_id
+    singles = [packed_collate_fn([row], **options) for row in rows if row.segments]
     if not singles:
-        singles = [packed_collate_fn(rows[:1], pad_token_id=pad_token_id, image_size=image_size)]
+        singles = [packed_collate_fn(rows[:1], **options)]
     length = max(one["num_tokens"] for one in singles)
     batch: dict[str, Any] = {}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
@@ -212,7 +217,7 @@ def padded_collate_fn(
     counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
     batch["image_offsets"] = _offsets(counts)
     batch["sample_ids"] = [i for one in singles for i in one["sample_ids"]]
-    for key in _SUMS:
+    for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
         batch[key] = sum(one[key] for one in singles)
     batch["num_tokens"] = length * len(singles)
     batch["rows"] = [_without_data(row) for row in rows]

@@ -204,16 +204,20 @@ class PackLoader(StatefulDataLoader):
         check_state(state, self.packed_dataset.fingerprint() if check_options else None)
         self._iterator = None  # workers that are alive know nothing of the new state
         self.packed_dataset.set_epoch(state["epoch"])
-        self._states = dict(state["lanes"])
         self._first_pack, self._num_batches = state["global_packs"], 0
         self._resumed = True
-        Topology(  # refuse before the first batch
+        topology = Topology(  # refuses a count that does not divide the lanes, before the first batch
             num_lanes=self.packed_dataset.num_lanes,
             num_ranks=self.packed_dataset.world_size,
             num_workers=self._feed.num_workers,
             packs_per_batch=self._feed.packs_per_batch,
             first_pack=self._first_pack,
         )
+        # Other ranks' lanes are theirs to go on with, and to save.
+        own = (topology.reader_lanes(self.packed_dataset.rank, w) for w in range(topology.num_readers))
+        self._states = {
+            str(lane): state["lanes"][str(lane)] for lanes in own for lane in lanes if str(lane) in state["lanes"]
+        }
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -262,6 +266,7 @@ def build_loader(
         image_size=dataset.encoder.config.image_size,
         loss_reduction=loss_reduction,
         pad_to=pad_to,
+        image_token_id=dataset.encoder.image_context_id,
     )
     return PackLoader(
         dataset,

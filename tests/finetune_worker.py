@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from transformers import TrainerCallback
+
 from train.environment import prepare_environment, set_up_logging, shut_down
 from train.finetune import prepare
 from train.options import parse
@@ -24,14 +26,20 @@ def main(out: str, argv: list[str]) -> None:
     run.trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: tiles.append(len(kwargs["pixel_values"])), with_kwargs=True
     )
-    run.trainer.seen_sample_ids = []
+    seen_ids: list[str] = []
+
+    class Ids(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen_ids.extend(run.trainer.step_sample_ids)
+
+    run.trainer.add_callback(Ids())
     run.train()
     logs = [entry for entry in run.trainer.state.log_history if "loss" in entry]
     seen = {
         "losses": [entry["loss"] for entry in logs],
         "grad_norms": [entry["grad_norm"] for entry in logs],
         "tiles": tiles,
-        "sample_ids": run.trainer.seen_sample_ids,
+        "sample_ids": seen_ids,
     }
     rank = run.trainer.loader.packed_dataset.rank
     Path(out).mkdir(parents=True, exist_ok=True)

@@ -211,17 +211,29 @@ def in_step(ranks: list[PackLoader], steps: int | None = None) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 2), (1, 4), (2, 0), (8, 1), (1, 0)])
 @pytest.mark.parametrize("steps", [3, 22])
-def test_a_state_of_two_ranks_goes_on_with_any_other_count(ranks, workers, steps, jsonl, tokenizer):
+def test_a_state_of_two_ranks_goes_on_with_any_other_count_and_back(ranks, workers, steps, jsonl, tokenizer):
     config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, num_lanes=8, seed=3)
     expected = in_step(loaders(jsonl, tokenizer, config=config))
     first = loaders(jsonl, tokenizer, ranks=2, config=config)
     head = in_step(first, steps=steps)
-    assert head == expected[: len(head)]
-    state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in first])))
     second = loaders(jsonl, tokenizer, ranks=ranks, workers=workers, config=config)
-    for loader in second:
+    resume(second, saved(first))
+    middle = in_step(second, steps=8 // ranks)
+    third = loaders(jsonl, tokenizer, ranks=2, config=config)
+    resume(third, saved(second))
+    assert head + middle + in_step(third) == expected
+    totals = [loader.ledger for loader in third]
+    totals[0].merged(totals[1]).check()
+    assert totals[0].merged(totals[1]).samples_packed == COUNT
+
+
+def saved(ranks: list[PackLoader]) -> dict[str, Any]:
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+
+
+def resume(ranks: list[PackLoader], state: dict[str, Any]) -> None:
+    for loader in ranks:
         loader.load_state_dict(state)
-    assert in_step(second) == expected[len(head) :]
 
 
 def test_reader_counts_that_do_not_divide_the_lanes_are_refused_before_the_first_batch(jsonl, tokenizer):

@@ -264,6 +264,9 @@ class PackTrainingArguments(TrainingArguments):
     resume_ignore_options: bool = option(
         False, "Resume although options that the order of packs depends on have changed: the order then differs."
     )
+    log_sample_ids: bool = option(
+        False, "Write the ids of the samples of every optimizer step to output_dir/sample_ids, a file a rank."
+    )
     check_isolation: bool = option(
         False,
         "Before training, prove on the model as it will train that no sample of a pack sees another (some seconds).",

@@ -11,7 +11,6 @@ that could not be used. Exit codes: 0 fine, 2 a user's mistake, told in one line
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -25,6 +24,7 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
+from train.checkpoint import PACKING_STATE, load_packing_state
 from train.environment import (
     USER_ERROR,
     is_main_process,
@@ -106,6 +106,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train import progress
     from train.callbacks import Epochs, IsolationCheck
     from train.quarantine import Quarantine
+    from train.sample_log import SampleLog
     from train.trainer import PackTrainer
 
     compute_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
@@ -138,6 +139,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     epochs = Epochs()
     trainer.add_callback(quarantine)
     trainer.add_callback(epochs)
+    if args.log_sample_ids:
+        trainer.add_callback(SampleLog(trainer, args.output_dir))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
         trainer.add_callback(IsolationCheck(trainer))
     return Run(trainer, quarantine, epochs, kernel.name, zero_stage(args), checkpoint)
@@ -205,6 +208,7 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         pad_token_id=dataset.encoder.pad_token_id,
         image_size=dataset.encoder.config.image_size,
         loss_reduction=data_args.loss_reduction,
+        image_token_id=dataset.encoder.image_context_id,
     )
     return PackLoader(dataset, collate_fn=collate, **feeding)
 
@@ -229,8 +233,6 @@ def find_checkpoint(value: str | None, output_dir: str) -> str | None:
     Raises:
         UserError: the folder named is no checkpoint.
     """
-    from train.trainer import PACKING_STATE
-
     if value is None or value.lower() in ("false", "no", "none", ""):
         return None
     if value.lower() in ("auto", "true", "yes", "last"):
@@ -246,11 +248,9 @@ def find_checkpoint(value: str | None, output_dir: str) -> str | None:
 
 
 def saved_lanes(checkpoint: str | None) -> int | None:
-    from train.trainer import PACKING_STATE
-
     if checkpoint is None:
         return None
-    state = json.loads((Path(checkpoint) / PACKING_STATE).read_text(encoding="utf-8"))
+    state = load_packing_state(checkpoint)
     return state.get("options", {}).get("num_lanes")
 
 

@@ -35,6 +35,7 @@ from internvl_pack.report.ledger import Ledger
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
+from .sample_log import batch_ids
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ MODEL_KEYS = (
     "image_offsets",
     "attention_mask",
     "num_loss_tokens",
+    "num_image_tokens",
 )
 _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
 _VECTOR = ("loss_weight", "has_data", "capacity", *_COUNTS)
@@ -91,7 +93,7 @@ class PackTrainer(Trainer):
         self.metrics = StepMetrics(loader, args)
         self.epoch_plan: EpochPlan | None = None
         self.epoch_ledgers: list[Ledger] = []
-        self.seen_sample_ids: list[str] | None = None  # a list here collects the ids of every trained segment
+        self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
         self._group: dist.ProcessGroup | None = None
         self._normalizer = 0.0
         self.add_callback(_EpochControl(self))
@@ -155,8 +157,7 @@ class PackTrainer(Trainer):
             self._end_epoch()
             return [], None
         self.metrics.begin_step(figures, waited)
-        if self.seen_sample_ids is not None:
-            self.seen_sample_ids.extend(i for b in batches for i in b["sample_ids"] if not i.startswith("<"))
+        self.step_sample_ids = [i for batch in batches for i in batch_ids(batch)]
         weights = figures["loss_weight"] if self.loss_reduction_all_gather else figures["own_loss_weight"]
         scale = self._world_size if self.loss_reduction_all_gather else 1
         # Gradients are averaged over ranks afterwards, hence the division. A step in which nothing is
@@ -202,15 +203,14 @@ class PackTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """To the device without blocking; dtypes stay (DeepSpeed's own cast would round the loss weights)."""
-        prepared = {
-            key: value.to(self.args.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        return {
+            # Boundaries stay on the host, where the model checks them without waiting for the device.
+            key: value.to(self.args.device, non_blocking=True)
+            if isinstance(value, torch.Tensor) and key != "cu_seqlens"
+            else value
             for key, value in inputs.items()
             if key in MODEL_KEYS
         }
-        # Counted on the host, so that the model need not ask the device.
-        encoding = self.loader.packed_dataset.encoder.config
-        prepared["num_image_tokens"] = inputs["num_tiles"] * encoding.tokens_per_tile
-        return prepared
 
     def compute_loss(
         self,

@@ -1,0 +1,127 @@
+"""Runs that are killed and go on, on the same and on other numbers of ranks: a real DeepSpeed run on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from factory import write_jsonl
+
+from train.sample_log import FOLDER, read_sample_log
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNT = 150
+PACKS_PER_STEP = 4
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer) -> Path:
+    from internvl_pack.tiny import save_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("resume")
+    write_jsonl(folder, COUNT)
+    save_tiny_checkpoint(folder / "model", tokenizer)
+    return folder
+
+
+def start(made: Path, out: Path, ranks: int, stage: int = 1) -> subprocess.Popen:
+    """A run over one epoch that resumes from its last complete checkpoint; the same step on any number of ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
+    command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), "--use_packed_ds", "True"]
+    command += ["--force_image_size", "56", "--dynamic_image_size", "True", "--max_packed_tokens", "520"]
+    command += ["--num_images_expected", "24", "--num_lanes", "4", "--deepspeed", f"zero_stage{stage}"]
+    command += ["--gradient_accumulation_steps", str(PACKS_PER_STEP // ranks), "--num_train_epochs", "1"]
+    command += ["--learning_rate", "1e-3", "--lr_scheduler_type", "linear", "--save_strategy", "steps"]
+    command += ["--save_steps", "2", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
+    command += ["--log_sample_ids", "True", "--check_isolation", "False", "--grad_checkpoint", "False"]
+    command += ["--report_to", "none", "--use_cpu", "True"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    log = open(out.with_suffix(".log"), "ab")  # noqa: SIM115
+    return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_end(run: subprocess.Popen, out: Path) -> None:
+    code = run.wait(timeout=300)
+    assert code == 0, out.with_suffix(".log").read_text()[-4000:]
+
+
+def steps_made(out: Path) -> int:
+    path = out / FOLDER / "rank00000.jsonl"
+    if not path.exists():
+        return 0
+    return max((json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")), default=0)
+
+
+def kill_after(run: subprocess.Popen, out: Path, step: int, delay: float) -> None:
+    """Kill -9 the launcher and every rank once `step` was made, `delay` seconds later."""
+    deadline = time.monotonic() + 240
+    while steps_made(out) < step and time.monotonic() < deadline:
+        assert run.poll() is None, out.with_suffix(".log").read_text()[-4000:]
+        time.sleep(0.05)
+    time.sleep(delay)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    subprocess.run(["pkill", "-9", "-f", f"output_dir {out} "], check=False)  # ranks have sessions of their own
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Loss by step of the whole run, from the trainer's own state."""
+    state = json.loads((out / "trainer_state.json").read_text())
+    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(made, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    wait_for_end(start(made, out, 2), out)
+    assert len(losses(out)) >= 12
+    return out
+
+
+def killed_run(made: Path, out: Path, ranks: list[int], last_step: int, seed: int) -> Path:
+    """Runs with each number of ranks in turn, all but the last killed at a random moment."""
+    rng = random.Random(seed)
+    for number, count in enumerate(ranks):
+        run = start(made, out, count)
+        if number == len(ranks) - 1:
+            wait_for_end(run, out)
+        else:
+            reached = steps_made(out) if number else 0
+            step = min(last_step - 2, max(reached - 1, 0) + rng.randint(2, 4))
+            kill_after(run, out, step, rng.uniform(0.0, 0.6))
+    return out
+
+
+def trained_ids(out: Path) -> Counter:
+    return Counter(i for ids in read_sample_log(out).values() for i in ids)
+
+
+def test_a_run_killed_twice_gives_the_uninterrupted_runs_losses_and_samples(made, uninterrupted, tmp_path):
+    out = killed_run(made, tmp_path / "run", [2, 2, 2], len(losses(uninterrupted)), seed=1)
+    assert read_sample_log(out) == read_sample_log(uninterrupted)
+    expected = losses(uninterrupted)
+    assert losses(out).keys() == expected.keys()
+    assert all(abs(losses(out)[step] - expected[step]) <= 1e-6 * expected[step] for step in expected)
+
+
+def test_a_run_killed_three_times_on_changing_ranks_trains_every_sample_once(made, uninterrupted, tmp_path):
+    out = killed_run(made, tmp_path / "run", [2, 1, 4, 2], len(losses(uninterrupted)), seed=2)
+    seen = trained_ids(out)
+    assert set(seen.values()) == {1}
+    assert {i.split("#")[0] for i in seen} == {f"made/{i}" for i in range(COUNT)}
+    expected = read_sample_log(uninterrupted)
+    got = read_sample_log(out)
+    assert {step: sorted(ids) for step, ids in got.items()} == {step: sorted(ids) for step, ids in expected.items()}
+    for step, loss in losses(uninterrupted).items():
+        assert losses(out)[step] == pytest.approx(loss, rel=1e-4)
