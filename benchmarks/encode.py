@@ -89,7 +89,8 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
     header = read_header(path, data, lambda: data, 1 << 40)
     target = (grid.columns * 448, grid.rows * 448)
     out = np.empty((grid.num_tiles, 3, 448, 448), dtype=np.uint8)
-    pixels = decode_rgb(path, data, header, target)
+    pixels, scale = decode_rgb(path, data, header, target)
+    stored = (header.width / scale, header.height / scale)
 
     def by_pillow() -> list:
         """As InternVL does it: one resize, crops, and a thumbnail, all Pillow images."""
@@ -111,7 +112,7 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
     steps = {
         "header": lambda: image_size_of(ref),
         "decode": lambda: decode_rgb(path, data, header, target),
-        "resize and cut": lambda: cut_tiles(pixels, grid, out),
+        "resize and cut": lambda: cut_tiles(pixels, grid, out, header.orientation, stored),
         "decode_tiles (all of it)": lambda: decode_tiles(ref, grid, 448),
         "Pillow, to uint8 tiles": by_pillow,
         "Pillow, to float32 normalised": normalised,

@@ -9,8 +9,10 @@ the grid that is produced.
 from __future__ import annotations
 
 import io
+import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from internvl_pack.errors import SampleError
@@ -109,7 +111,7 @@ def _parser_of(name: str, head: bytes) -> Callable[[bytes], Header]:
         return _webp
     for signature, offset, pillow_name in _OTHERS:
         if head.startswith(signature, offset):
-            return lambda data: _by_pillow(pillow_name, data)
+            return lambda data: _by_pillow(name, pillow_name, data)
     looks = "looks like a web page or text" if head.lstrip()[:1] in (b"<", b"{") else f"begins with {head[:8].hex(' ')}"
     raise SampleError("image_not_an_image", f"{name} is in no known image format: it {looks}")
 
@@ -228,11 +230,16 @@ def exif_orientation(block: bytes) -> int:
     return 1
 
 
-def _by_pillow(pillow_name: str, data: bytes) -> Header:
+def _by_pillow(name: str, pillow_name: str, data: bytes) -> Header:
+    from PIL import Image
+
     try:
-        image = open_by_pillow(pillow_name, data)
+        with quiet(pillow_name):
+            image = open_by_pillow(pillow_name, data)
         orientation = 1 if pillow_name == "TIFF" else exif_orientation(_exif_of(image))  # Pillow turns TIFF itself
         return Header(pillow_name, *image.size, orientation)
+    except Image.DecompressionBombError as error:
+        raise SampleError("image_too_large", f"{name}: {error}") from None
     except Exception as error:  # a plugin may raise anything
         if len(data) == HEAD_BYTES:
             raise _More from None
@@ -242,6 +249,17 @@ def _by_pillow(pillow_name: str, data: bytes) -> Header:
 def _exif_of(image) -> bytes:
     block = image.info.get("exif")
     return block.removeprefix(b"Exif\x00\x00") if isinstance(block, bytes) else b""
+
+
+@contextmanager
+def quiet(pillow_name: str):
+    """Pillow's TIFF reader warns of what it then raises, line by line; a rejected sample is reported once."""
+    if pillow_name != "TIFF":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def open_by_pillow(pillow_name: str, data: bytes):

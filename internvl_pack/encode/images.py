@@ -1,6 +1,6 @@
 """An image's size from its header, and its tiles from its pixels.
 
-    bytes -> header (headers.py) -> decoder (decoders.py) -> upright RGB -> one resize -> tiles, uint8
+    bytes -> header (headers.py) -> decoder (decoders.py) -> RGB -> one resize -> turned upright -> tiles, uint8
 
 Tiles are written once, into the array that the caller hands on. The resize is torch's antialiased bicubic on uint8,
 within 2 levels of Pillow's bicubic and 3 to 4 times as fast.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from internvl_pack.encode.decoders import decode_rgb, turn_upright
+from internvl_pack.encode.decoders import decode_rgb
 from internvl_pack.encode.headers import HEAD_BYTES, Header, read_header
 from internvl_pack.encode.tiles import TileGrid
 from internvl_pack.errors import SampleError
@@ -27,7 +27,7 @@ class ImageRules:
     apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
     """
 
-    max_image_pixels: int = 1 << 26  # 8192 x 8192: decoding stays under 2 GiB
+    max_image_pixels: int = 1 << 26  # 8192 x 8192: decoding stays under 2.2 GB
     allow_truncated_images: bool = False
     apply_exif_orientation: bool = True
 
@@ -78,34 +78,73 @@ def decode_tiles(
         raise SampleError(
             "image_changed", f"{ref.name} was {size[0]} x {size[1]} pixels when planned, now {header.upright_size}"
         )
-    target = (grid.columns * image_size, grid.rows * image_size)
-    stored = target[::-1] if header.orientation >= 5 else target
-    pixels = decode_rgb(ref.name, data, header, stored, allow_truncated=rules.allow_truncated_images)
+    sideways = header.orientation >= 5
+    target = (grid.rows, grid.columns) if sideways else (grid.columns, grid.rows)
+    target = (target[0] * image_size, target[1] * image_size)
+    pixels, scale = decode_rgb(ref.name, data, header, target, allow_truncated=rules.allow_truncated_images)
     if out is None:
         out = np.empty((grid.num_tiles, 3, image_size, image_size), dtype=np.uint8)
-    cut_tiles(turn_upright(pixels, header.orientation), grid, out)
+    cut_tiles(pixels, grid, out, header.orientation, (header.width / scale, header.height / scale))
     return out
 
 
-def cut_tiles(pixels: np.ndarray, grid: TileGrid, out: np.ndarray) -> None:
-    """Resize upright (height, width, 3) uint8 pixels to the grid and write its tiles into `out`, thumbnail last."""
+def cut_tiles(
+    pixels: np.ndarray, grid: TileGrid, out: np.ndarray, orientation: int = 1, size: tuple[float, float] | None = None
+) -> None:
+    """Resize pixels to the grid, turn them upright, and write the tiles into `out`, thumbnail last.
+
+    Args:
+        pixels: (height, width, 3) uint8, as stored.
+        grid: of the upright picture.
+        out: (grid.num_tiles, 3, edge, edge) uint8, contiguous.
+        orientation: EXIF orientation of `pixels`, 1 to 8. Turning comes last: there is less to turn.
+        size: (width, height) of the picture in pixels of `pixels`, where its last column and row are partial.
+    """
     import torch
 
     edge = out.shape[-1]
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
     tiles = torch.from_numpy(out)
     count = grid.columns * grid.rows
-    whole = _resize(image, grid.rows * edge, grid.columns * edge)
-    cells = whole[0].unflatten(2, (grid.columns, edge)).unflatten(1, (grid.rows, edge))
+
+    def upright(columns: int, rows: int):
+        """The whole picture, (3, rows * edge, columns * edge)."""
+        if orientation >= 5:
+            columns, rows = rows, columns
+        return _turn(_resize(image, rows * edge, columns * edge, size), orientation)
+
+    cells = upright(grid.columns, grid.rows).unflatten(2, (grid.columns, edge)).unflatten(1, (grid.rows, edge))
     tiles[:count].unflatten(0, (grid.rows, grid.columns)).copy_(cells.permute(1, 3, 0, 2, 4))
     if grid.thumbnail:
-        tiles[count].copy_(_resize(image, edge, edge)[0])
+        tiles[count].copy_(upright(1, 1))
 
 
-def _resize(image, height: int, width: int):
-    """(1, 3, h, w) uint8 by antialiased bicubic; the same image where the size is right already, as in Pillow."""
+def _resize(image, height: int, width: int, size: tuple[float, float] | None):
+    """(1, 3, h, w) uint8 to (3, height, width) by antialiased bicubic; untouched where the size is right, as in Pillow.
+
+    With a fractional `size` the scale is taken from it: the picture ends within the last column and row.
+    """
     from torch.nn.functional import interpolate
 
     if image.shape[2:] == (height, width):
-        return image
-    return interpolate(image, (height, width), mode="bicubic", antialias=True, align_corners=False)
+        return image[0]
+    options = {"mode": "bicubic", "antialias": True, "align_corners": False}
+    if size is not None and size != (image.shape[3], image.shape[2]):
+        resized = interpolate(image, scale_factor=_factors(image, height, width, size), **options)[0]
+        assert resized.shape[1:] == (height, width), "rounding of the scale"
+        return resized
+    return interpolate(image, (height, width), **options)[0]
+
+
+def _factors(image, height: int, width: int, size: tuple[float, float]) -> tuple[float, float]:
+    """Scale factors of height and width; torch rounds down the size that follows, so a hair is added."""
+    hair = 1 + 1e-9
+    return height / size[1] * hair, width / size[0] * hair
+
+
+def _turn(picture, orientation: int):
+    """Apply an EXIF orientation to a (3, height, width) tensor."""
+    if orientation >= 5:
+        picture = picture.transpose(1, 2)
+    flipped = [axis for axis, values in ((1, (3, 4, 7, 8)), (2, (2, 3, 6, 7))) if orientation in values]
+    return picture.flip(flipped) if flipped else picture
