@@ -199,18 +199,17 @@ class JsonlIndexWriter:
 
 
 def load_index(path: str, stamp: Stamp) -> JsonlIndex | None:
-    """The index file beside `path`, memory-mapped; None, with a warning, where it cannot be used."""
-    try:
-        found = read_index(path, KIND, stamp)
-        if found is None:
-            return None
-        low, high, blank = (found.columns[name] for name in ("low", "high", "blank"))
-        if len(high) != stamp.size >> 32:
-            raise BadIndexError("is damaged")
-    except (BadIndexError, KeyError) as error:
-        logger.warning("index %s %s; it is not used (internvl-pack index renews it)", index_path(path), error)
+    """The index file beside `path`, memory-mapped; None where there is none.
+
+    Raises:
+        BadIndexError: it cannot be used.
+    """
+    found = read_index(path, KIND, stamp)
+    if found is None:
         return None
-    return JsonlIndex(stamp, low, high, blank, from_file=True)
+    if set(found.columns) != {"low", "high", "blank"} or len(found.columns["high"]) != stamp.size >> 32:
+        raise BadIndexError("is damaged")
+    return JsonlIndex(stamp, **found.columns, from_file=True)
 
 
 def check_format(path: str, stamp: Stamp) -> None:
@@ -346,7 +345,11 @@ class JsonlSource(Source):
 
 
 def _index_of(path: str, stamp: Stamp) -> JsonlIndex:
-    index = load_index(path, stamp)
+    index = None
+    try:
+        index = load_index(path, stamp)
+    except BadIndexError as error:
+        logger.warning("index %s %s; it is not used (internvl-pack index renews it)", index_path(path), error)
     if index is None:
         if stamp.size >= _HINT_BYTES:
             logger.warning(

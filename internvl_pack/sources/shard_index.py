@@ -14,7 +14,6 @@ a member twice, a link or device, an absolute name or one with `..`) stay rows, 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 from array import array
@@ -26,7 +25,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, parse_record
-from .index import BadIndexError, IndexWriter, index_path, read_index
+from .index import BadIndexError, IndexWriter, read_index
 from .members import MemberResolver, image_names, members_of
 from .refs import Stamp, pread_all, system_path
 from .tar import (
@@ -39,8 +38,6 @@ from .tar import (
     read_member,
     windowed,
 )
-
-logger = logging.getLogger(__name__)
 
 KIND = "tar"
 _ZEROS_BYTES = 1 << 20
@@ -477,11 +474,15 @@ def write_index(path: str) -> ShardIndex:
 
 
 def load_index(path: str, stamp: Stamp) -> ShardIndex | None:
-    """The index file beside a shard, memory-mapped; None, with a warning, where it cannot be used."""
+    """The index file beside a shard, memory-mapped; None where there is none.
+
+    Raises:
+        BadIndexError: it cannot be used.
+    """
+    found = read_index(path, KIND, stamp)
+    if found is None:
+        return None
     try:
-        found = read_index(path, KIND, stamp)
-        if found is None:
-            return None
         columns = [found.columns[name] for name in ("first", "member", "status", "hashes")]
         rows = len(columns[2])
         if len(columns[0]) != rows + 1 or int(columns[0][-1]) != len(columns[1]) or len(columns[3]) != rows:
@@ -492,7 +493,5 @@ def load_index(path: str, stamp: Stamp) -> ShardIndex | None:
             tuple(Damage(*entry) for entry in found.notes["damage"]),
             tuple(line.replace("{path}", path) for line in found.notes["warnings"]),
         )
-    except (BadIndexError, KeyError, TypeError, ValueError, AttributeError) as error:
-        why = error if isinstance(error, BadIndexError) else "is damaged"
-        logger.warning("index %s %s; it is not used (internvl-pack index renews it)", index_path(path), why)
-        return None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise BadIndexError("is damaged") from None

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
-from .index import index_path
+from .index import BadIndexError, index_path
 from .members import MemberResolver, image_names, members_of
 from .refs import Stamp, read_at, stamp_of
 from .shard_index import DUPLICATE, OK, REASONS, ShardIndex, entry_of, load_index, row_key, scan_shard
@@ -56,10 +56,15 @@ class ShardSource(Source):
         starts = [0]
         warnings: list[str] = []
         hashes: list[np.ndarray] = []
+        unused: list[str] = []  # index files that cannot be used
         for path, label in zip(paths, _labels(paths), strict=True):
             try:
                 stamp = stamp_of(path)
-                from_file = load_index(path, stamp)
+                from_file = None
+                try:
+                    from_file = load_index(path, stamp)
+                except BadIndexError as error:
+                    unused.append(f"{index_path(path)} {error}")
                 index = from_file if from_file is not None else scan_shard(path)
             except OSError as error:
                 raise UserError(f"shard {path} of dataset {name!r} cannot be read: {error.strerror}") from None
@@ -73,7 +78,11 @@ class ShardSource(Source):
         self._starts = np.array(starts, np.int64)
         if len(self._shards) > 1 and starts[-1] <= _MAX_COMPARED_ROWS:
             warnings += self._keys_in_two_shards(np.concatenate(hashes))
-        if len(self) >= _HINT_ROWS and any(shard.index is not None for shard in self._shards):
+        if unused:
+            warnings.append(
+                f"{len(unused)} index files are not used (internvl-pack index renews them), the first: {unused[0]}"
+            )
+        elif len(self) >= _HINT_ROWS and any(shard.index is not None for shard in self._shards):
             logger.warning("dataset %r was indexed in memory; internvl-pack index does it once for all runs", name)
         self.warnings = tuple(warnings)
 
@@ -163,7 +172,10 @@ class ShardSource(Source):
         if index is not None:
             return index
         shard = self._shards[number]
-        index = load_index(shard.path, shard.stamp)
+        try:
+            index = load_index(shard.path, shard.stamp)
+        except BadIndexError:
+            index = None
         if index is None or len(index) != self._starts[number + 1] - self._starts[number]:
             index = scan_shard(shard.path)
             if index.stamp.size != shard.stamp.size:
