@@ -17,7 +17,7 @@ from PIL import Image, ImageFile, ImageOps
 from internvl_pack.encode import decoders
 from internvl_pack.encode.decoders import decode_rgb
 from internvl_pack.encode.headers import HEAD_BYTES, exif_orientation, read_header
-from internvl_pack.encode.images import ImageRules, decode_tiles, image_size_of
+from internvl_pack.encode.images import ImageRules, _factors, decode_tiles, image_size_of
 from internvl_pack.encode.tiles import TileGrid, plan_grid
 from internvl_pack.errors import SampleError
 
@@ -526,3 +526,16 @@ def test_decoding_keeps_to_its_memory():
     code = MEMORY.format(tests=str(Path(__file__).parent), kind=kind)
     found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
     assert 0 < float(found.stdout) <= 32
+
+
+def test_the_scale_of_a_ragged_picture_gives_the_wanted_size():
+    """torch rounds `input * scale` down; any size and scale must come out at the target."""
+    from types import SimpleNamespace
+
+    draw = random.Random(0)
+    for _ in range(20_000):
+        target, scale = draw.choice((56, 448, 1344, 5376)), draw.choice((2, 4, 8))
+        width = draw.randint(int(1.5 * scale * target), 100_000)
+        stored = -(-width // scale)
+        _, factor = _factors(SimpleNamespace(), 1, target, (width / scale, width / scale))
+        assert int(stored * factor) == target
