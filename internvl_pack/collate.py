@@ -189,7 +189,7 @@ def padded_collate_fn(
 
     Returns:
         input_ids, labels, position_ids, attention_mask: int64 (B, L); loss_weight: float32 (B, L);
-        pixel_values, image_offsets, sample_ids and the counts as `packed_collate_fn`. No cu_seqlens.
+        pixel_values, image_offsets, sample_ids, fragments and the counts as `packed_collate_fn`. No cu_seqlens.
 
     Raises:
         ValueError: no rows, or a row that holds several segments.
@@ -216,7 +216,8 @@ def padded_collate_fn(
     batch["pixel_values"] = torch.cat([one["pixel_values"] for one in singles])
     counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
     batch["image_offsets"] = _offsets(counts)
-    batch["sample_ids"] = [i for one in singles for i in one["sample_ids"]]
+    for key in ("sample_ids", "fragments"):
+        batch[key] = [value for one in singles for value in one[key]]
     for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
         batch[key] = sum(one[key] for one in singles)
     batch["num_tokens"] = length * len(singles)
