@@ -376,6 +376,7 @@ KINDS = {
     "PNG": {},
     "WEBP": {},
     "BMP": {},
+    "GIF": {},
     "TIFF": {"compression": "tiff_lzw"},
 }
 

@@ -24,6 +24,16 @@ from internvl_pack.errors import SampleError
 #: slower and shift pixels. On photographs the result is within 1 level of the full decode on average.
 SCALED_DECODE_MARGIN = 1.5
 
+#: Complaints of libjpeg that do not touch pixels.
+_HARMLESS_IN_JPEG = (
+    "unknown JFIF revision",
+    "Unknown Adobe color transform",
+    "Invalid SOS parameters for sequential JPEG",
+    "Inconsistent progression sequence",
+    "bad ICC marker",
+)
+_UNUSUAL_JPEG = "Could not determine subsampling level"  # sampling factors that only Pillow takes
+
 _pillow_lock = threading.Lock()
 
 
@@ -57,6 +67,8 @@ def decode_rgb(
             data = _checked_png(data, allow_truncated)
         elif header.format == "WEBP" and not allow_truncated and len(data) < 8 + int.from_bytes(data[4:8], "little"):
             raise SampleError("image_truncated", "shorter than its own header says")
+        elif header.format == "GIF" and not allow_truncated and not _gif_is_whole(data):
+            raise SampleError("image_truncated", "the file ends before its last block does")
         return _decode_by_pillow(data, header.format, allow_truncated), 1
     except SampleError as error:
         raise SampleError(error.reason, f"{name}: {error.detail}") from None
@@ -93,14 +105,13 @@ def _decode_jpeg(data: bytes, header: Header, scale: int, allow_truncated: bool)
         pixels = decode(strict=not allow_truncated)
     except ValueError as error:
         message = str(error)
-        if not allow_truncated and "Premature end" in message:
-            raise SampleError("image_truncated", message) from None
-        if not allow_truncated and message.startswith("Corrupt JPEG data"):
-            raise SampleError("image_corrupt", message) from None
-        try:
-            pixels = decode(strict=False)  # a warning that does not touch pixels, such as an unknown JFIF version
-        except ValueError:
+        if _UNUSUAL_JPEG in message or allow_truncated:
             return None
+        if "Premature end" in message:
+            raise SampleError("image_truncated", message) from None
+        if not any(text in message for text in _HARMLESS_IN_JPEG):
+            raise SampleError("image_corrupt", message) from None
+        pixels = decode(strict=False)
     return _cmyk_to_rgb(pixels) if header.components == 4 else pixels
 
 
@@ -157,6 +168,31 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
             raise SampleError("image_truncated", "the file ends before the picture does")
         kept.append(data[position:])
     return b"".join(kept) if stripped else data
+
+
+def _gif_is_whole(data: bytes) -> bool:
+    """Walk the blocks to the trailer. Pillow is content with a first frame, and fills a cut one."""
+
+    def after_table(position: int, flags: int) -> int:
+        return position + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+
+    if len(data) < 13:
+        return False
+    position = after_table(13, data[10])
+    while position < len(data):
+        kind = data[position]
+        if kind == 0x21:  # extension
+            position += 2
+        elif kind == 0x2C:  # frame
+            if position + 10 >= len(data):
+                return False
+            position = after_table(position + 10, data[position + 9]) + 1
+        else:
+            return True  # the trailer, or junk that Pillow decides on
+        while position < len(data) and data[position]:
+            position += 1 + data[position]
+        position += 1
+    return False
 
 
 @contextmanager
