@@ -23,6 +23,8 @@ from .errors import UserError
 from .lanes import Topology
 from .report.ledger import Ledger
 
+MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
+
 _EPOCH, _FIRST_PACK, _RESUMED = range(3)
 
 
@@ -152,6 +154,21 @@ class PackLoader(StatefulDataLoader):
             self._states[str(row.lane)] = row.state
             self._events.extend(
                 {**event, "epoch": self.epoch, "lane": row.lane, "turn": row.turn} for event in row.events
+            )
+        if any(row.events for row in batch["rows"]):
+            self._check_bad_fraction()
+
+    def _check_bad_fraction(self) -> None:
+        """Stop when too many samples are bad. The first thousand cannot prove a small share and count in full."""
+        dataset, ledger = self.packed_dataset, self.ledger
+        fraction = dataset.config.max_bad_fraction
+        share = dataset.num_positions // dataset.world_size
+        allowed = fraction * max(ledger.samples_in, min(MIN_SAMPLES_TO_JUDGE, share))
+        if fraction < 1.0 and ledger.samples_quarantined > allowed:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in ledger.quarantined.most_common(3))
+            raise UserError(
+                f"max_bad_fraction {fraction}: {ledger.samples_quarantined} of {ledger.samples_in} samples read are "
+                f"bad ({reasons}); quarantine.jsonl names them. Mend them, or raise max_bad_fraction"
             )
 
     @staticmethod

@@ -353,3 +353,14 @@ def test_auto_lanes_follow_the_data_and_fit_the_readers():
     assert auto_lanes(100, 2, 3) == 6
     assert auto_lanes(10**6, 8, 8) == 64
     assert auto_lanes(10**6, 3) == 66
+
+
+def test_too_large_a_share_of_bad_samples_stops_the_run(tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 60)
+    for path in sorted((tmp_path / "images").iterdir())[:12]:
+        path.write_bytes(path.read_bytes()[:40])
+    config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_bad_fraction=0.5)
+    list(build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)))
+    config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_bad_fraction=0.05)
+    with pytest.raises(UserError, match=r"max_bad_fraction 0.05: \d+ of 60 samples read are bad \(\d+ image_"):
+        list(build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)))

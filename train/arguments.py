@@ -86,6 +86,9 @@ class DataTrainingArguments:
     """Which data, how it becomes tokens and tiles, and how samples share rows."""
 
     meta_path: str | None = option(None, "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}.")
+    eval_meta_path: str | None = option(
+        None, "Meta file of held-out data for --do_eval (after training) and --eval_strategy; each sample once."
+    )
     conv_style: str = option("internvl2_5", "Chat format of the conversations.")
     max_seq_length: int | None = option(
         None,
@@ -156,6 +159,8 @@ class DataTrainingArguments:
             raise UserError("--meta_path is missing: give the meta file of the data")
         if not Path(self.meta_path).is_file():
             raise UserError(f"--meta_path {self.meta_path}: no such file")
+        if self.eval_meta_path and not Path(self.eval_meta_path).is_file():
+            raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file")
         if self.normalize_type != "imagenet":
             raise UserError(
                 f"--normalize_type {self.normalize_type}: the native InternVL is trained on ImageNet's mean and "
@@ -235,8 +240,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "logging_nan_inf_filter": (False, "a loss that is not finite must show"),
     "label_smoothing_factor": (0.0, "the loss is computed where there is a label only, without smoothing"),
     "neftune_noise_alpha": (None, "it patches the model's embeddings"),
-    "do_eval": (False, "evaluation during training is not offered"),
-    "load_best_model_at_end": (False, "evaluation during training is not offered"),
+    "load_best_model_at_end": (False, "checkpoints are resumed from, not chosen between: load the one you want"),
     "include_num_input_tokens_seen": ("no", "tokens are counted exactly under num_real_tokens"),
     "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
@@ -277,10 +281,6 @@ class PackTrainingArguments(TrainingArguments):
             given = getattr(self, name)
             if given != value and given not in (None, "", [], False):
                 raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out, or {value}")
-        if _value(self.eval_strategy) != "no":
-            raise UserError(
-                f"--eval_strategy {_value(self.eval_strategy)}: evaluation during training is not offered, use no"
-            )
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: give at least 1")

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Run:
             raise
         self.quarantine.flush()
         ledger = self.epochs.ledger(trainer)
+        if trainer.eval_loader is not None and trainer.args.do_eval:
+            trainer.evaluate()
         trainer.save_model()
         trainer.save_state()
         if is_main_process():
@@ -115,6 +117,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
+    eval_loader = make_eval_loader(data_args, args, loader)
     set_seed(args.seed)
     model = build_model(
         device=args.device,
@@ -130,6 +133,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         model=model,
         args=args,
         loader=loader,
+        eval_loader=eval_loader,
         processing_class=tokenizer,
         loss_reduction_all_gather=data_args.loss_reduction_all_gather,
         resume_ignore_options=args.resume_ignore_options,
@@ -211,6 +215,36 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         image_token_id=dataset.encoder.image_context_id,
     )
     return PackLoader(dataset, collate_fn=collate, **feeding)
+
+
+def make_eval_loader(data_args: Any, args: Any, loader: Any) -> Any:
+    """Held-out data as this rank reads it: unshuffled, each sample once, packed by the same budgets.
+
+    Raises:
+        UserError: evaluation is asked for without data, or the data cannot be used.
+    """
+    from internvl_pack.dataset import PackedDataset
+    from internvl_pack.loader import build_loader
+    from internvl_pack.sources import load_meta, open_source
+
+    wanted = args.do_eval or str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    if wanted != bool(data_args.eval_meta_path):
+        what = "needs --eval_meta_path" if wanted else "needs --do_eval True or --eval_strategy steps"
+        raise UserError(f"--{'do_eval' if wanted else 'eval_meta_path'} {what}")
+    if not wanted:
+        return None
+    train = loader.packed_dataset
+    specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(data_args.eval_meta_path)]
+    config = replace(train.config, shuffle=False, replacement=False, use_data_resampling=False, packing=True)
+    dataset = PackedDataset(
+        [open_source(spec) for spec in specs],
+        train.encoder,
+        replace(config, num_lanes=None, balance_reservoir=0),
+        specs=specs,
+        rank=train.rank,
+        world_size=train.world_size,
+    )
+    return build_loader(dataset, num_workers=args.dataloader_num_workers)
 
 
 def patch_size(model_args: Any) -> int:
