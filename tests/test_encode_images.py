@@ -415,6 +415,26 @@ def test_every_bit_flip_of_a_png_is_found_or_changes_no_pixel():
             assert np.array_equal(tiles_of(bytes(damaged), edge=56), good)
 
 
+SIGNATURES = [
+    b"\xff\xd8\xff",
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    b"RIFF\xff\0\0\0WEBPVP8",
+    b"GIF89a",
+    b"BM",
+    b"II*\0\x08\0\0\0",
+    b"P6 ",
+    b"\0\0\1\0\1\0",
+    b"\0\0\0\x0cftypavif",
+]
+
+
+@pytest.mark.parametrize("start", SIGNATURES)
+def test_random_bytes_behind_a_signature_cost_one_sample_at_most(start):
+    draw = random.Random(3)
+    for length in [0, 1, 10, 40, 200] * 30:
+        reason_of(start + draw.randbytes(length))
+
+
 def test_blanked_jpeg_data_is_found():
     data = noisy("JPEG")
     middle = len(data) // 2

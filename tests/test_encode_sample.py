@@ -169,6 +169,9 @@ def test_tiles_come_in_the_order_of_the_images(encoder):
     first, second = expected[0].shape[0], expected[1].shape[0]
     assert np.array_equal(encoder.decode(encoded, first, first + second), expected[1])
     assert encoder.decode(encoded, first, first).shape[0] == 0
+    batch = np.zeros((second + 2, 3, 56, 56), np.uint8)
+    encoder.decode(encoded, first, first + second, out=batch[1:-1])
+    assert np.array_equal(batch[1:-1], expected[1]) and not batch[0].any() and not batch[-1].any()
 
 
 def test_an_image_that_fails_at_decoding_is_named(encoder):

@@ -171,6 +171,8 @@ class TokenizerTemplate:
     def layout(self, turns: list[Turn]) -> list[Part]:
         roles = tuple(turn.role for turn in turns)
         if roles not in self._plans:
+            if len(self._plans) >= 1024:
+                self._plans.clear()
             self._plans[roles] = self._learn(roles)
         rendered, plan = self._plans[roles]
         pieces = self._pieces_as_rendered(turns, rendered)
@@ -196,8 +198,8 @@ class TokenizerTemplate:
         ]  # as many as there are texts
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-        except jinja2.TemplateError as error:
-            raise SampleError("chat_template_refuses", f"roles {', '.join(roles)}: {error}") from None
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise SampleError("chat_template_refuses", f"roles {', '.join(roles[:8])}: {error}") from None
 
     def _pieces_as_rendered(self, turns: list[Turn], rendered: str) -> list[tuple[str, ...]]:
         """The pieces of all turns, trimmed if that is what the template does."""

@@ -72,6 +72,24 @@ def decode_tiles(
 
     Returns `out`, or a new array of that shape. Raises SampleError.
     """
+    pixels, header, scale = _decode(ref, grid, image_size, rules, size)
+    if out is None:
+        out = np.empty((grid.num_tiles, 3, image_size, image_size), dtype=np.uint8)
+    cut_tiles(pixels, grid, out, header.orientation, (header.width / scale, header.height / scale))
+    return out
+
+
+def check_pixels(
+    ref, grid: TileGrid, image_size: int, rules: ImageRules = DEFAULT_RULES, *, size: tuple[int, int] | None = None
+) -> None:
+    """Decode an image as `decode_tiles` does and let go of the pixels: all that can fail of it, at half the price."""
+    _decode(ref, grid, image_size, rules, size)
+
+
+def _decode(
+    ref, grid: TileGrid, image_size: int, rules: ImageRules, size: tuple[int, int] | None
+) -> tuple[np.ndarray, Header, int]:
+    """(pixels as stored, header, scale of the pixels), see `decode_rgb`."""
     data = ref.read()
     header = _header(ref.name, data, lambda: data, rules)
     if size is not None and header.upright_size != tuple(size):
@@ -82,10 +100,7 @@ def decode_tiles(
     target = (grid.rows, grid.columns) if sideways else (grid.columns, grid.rows)
     target = (target[0] * image_size, target[1] * image_size)
     pixels, scale = decode_rgb(ref.name, data, header, target, allow_truncated=rules.allow_truncated_images)
-    if out is None:
-        out = np.empty((grid.num_tiles, 3, image_size, image_size), dtype=np.uint8)
-    cut_tiles(pixels, grid, out, header.orientation, (header.width / scale, header.height / scale))
-    return out
+    return pixels, header, scale
 
 
 def cut_tiles(

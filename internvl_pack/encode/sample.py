@@ -14,7 +14,7 @@ import numpy as np
 from internvl_pack.encode.augment import recompress
 from internvl_pack.encode.chat import Part, make_template, single_token
 from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
-from internvl_pack.encode.images import ImageRules, decode_tiles, image_size_of
+from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, image_size_of
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
 from internvl_pack.errors import SampleError, UserError
@@ -224,26 +224,40 @@ class Encoder:
         return Encoded(record, input_ids, labels, images, data_augment)
 
     def decode(
-        self, encoded: Encoded, tile_start: int = 0, tile_stop: int | None = None, *, epoch: int = 0
+        self,
+        encoded: Encoded,
+        tile_start: int = 0,
+        tile_stop: int | None = None,
+        *,
+        epoch: int = 0,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Tiles [tile_start, tile_stop) of a sample, (tiles, 3, image_size, image_size) uint8 RGB.
 
-        Both ends must lie at borders of images. `epoch` matters to the data_augment option only.
+        Both ends must lie at borders of images. `epoch` matters to the data_augment option only. They are written into
+        `out`, a contiguous array of that shape, where one is given.
         Raises SampleError for an image that cannot be decoded.
         """
         size = self.config.image_size
         if tile_stop is None:
             tile_stop = encoded.record.num_tiles
-        tiles = np.empty((tile_stop - tile_start, 3, size, size), dtype=np.uint8)
+        shape = (tile_stop - tile_start, 3, size, size)
+        tiles = np.empty(shape, dtype=np.uint8) if out is None else out
+        assert tiles.shape == shape and tiles.dtype == np.uint8 and tiles.flags.c_contiguous
         first = 0
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
-                out = tiles[first - tile_start : last - tile_start]
-                decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=out)
+                part = tiles[first - tile_start : last - tile_start]
+                decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
                 if encoded.data_augment:
-                    recompress(out, encoded.record.sample_id, epoch, first)
+                    recompress(part, encoded.record.sample_id, epoch, first)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
         return tiles
+
+    def check_pixels(self, encoded: Encoded) -> None:
+        """Decode all images of a sample as `decode` does, without keeping a tile. Raises SampleError as it does."""
+        for image in encoded.images:
+            check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)
