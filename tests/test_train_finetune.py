@@ -107,6 +107,18 @@ def test_going_on_from_a_checkpoint_ends_at_the_same_weights(train, tmp_path):
     assert len(quarantined(halted)) == len(quarantined(through)), "no sample is listed twice"
 
 
+def test_going_on_from_the_very_end_of_an_epoch_trains_the_next_one_in_full(train, tmp_path):
+    through, halted = tmp_path / "through", tmp_path / "halted"
+    options = ("--use_packed_ds", "True", "--save_steps", "1", "--save_total_limit", "1")
+    options += ("--lr_scheduler_type", "constant", "--resume_from_checkpoint", "auto")
+    assert train(*options, "--num_train_epochs", "2", out=through) == 0
+    assert train(*options, "--num_train_epochs", "1", out=halted) == 0
+    assert train(*options, "--num_train_epochs", "2", out=halted) == 0
+    assert summary_of(halted)["steps"] == summary_of(through)["steps"]
+    expected, resumed = weights(through), weights(halted)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
 def test_a_checkpoint_of_other_options_is_refused_by_the_name_of_the_option(train, capsys, tmp_path):
     steps = ("--use_packed_ds", "True", "--save_steps", "2")
     assert train(*steps, "--max_steps", "2") == 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,18 +35,18 @@ def made(tmp_path_factory, tokenizer) -> Path:
     return folder
 
 
-def start(made: Path, out: Path, ranks: int, stage: int = 1) -> subprocess.Popen:
+def start(made: Path, out: Path, ranks: int, extra: Sequence[str] = ()) -> subprocess.Popen:
     """A run over one epoch that resumes from its last complete checkpoint; the same step on any number of ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
     command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), "--use_packed_ds", "True"]
     command += ["--force_image_size", "56", "--dynamic_image_size", "True", "--max_packed_tokens", "520"]
-    command += ["--num_images_expected", "24", "--num_lanes", "4", "--deepspeed", f"zero_stage{stage}"]
+    command += ["--num_images_expected", "24", "--num_lanes", "4", "--deepspeed", "zero_stage1"]
     command += ["--gradient_accumulation_steps", str(PACKS_PER_STEP // ranks), "--num_train_epochs", "1"]
     command += ["--learning_rate", "1e-3", "--lr_scheduler_type", "linear", "--save_strategy", "steps"]
     command += ["--save_steps", "2", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
     command += ["--log_sample_ids", "True", "--check_isolation", "False", "--grad_checkpoint", "False"]
-    command += ["--report_to", "none", "--use_cpu", "True"]
+    command += ["--report_to", "none", "--use_cpu", "True", *extra]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     log = open(out.with_suffix(".log"), "ab")  # noqa: SIM115
     return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -125,3 +126,32 @@ def test_a_run_killed_three_times_on_changing_ranks_trains_every_sample_once(mad
     assert {step: sorted(ids) for step, ids in got.items()} == {step: sorted(ids) for step, ids in expected.items()}
     for step, loss in losses(uninterrupted).items():
         assert losses(out)[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_reader_that_is_killed_ends_every_rank_with_its_name_within_a_minute(made, tmp_path):
+    out = tmp_path / "run"
+    command_extra = ["--dataloader_num_workers", "2", "--num_train_epochs", "50", "--save_strategy", "no"]
+    run = start(made, out, 2, extra=command_extra)
+    deadline = time.monotonic() + 200
+    while steps_made(out) < 2 and time.monotonic() < deadline:
+        assert run.poll() is None, out.with_suffix(".log").read_text()[-4000:]
+        time.sleep(0.1)
+    readers = subprocess.run(["pgrep", "-f", f"output_dir {out} "], capture_output=True, text=True, check=True)
+    ranks = [int(pid) for pid in readers.stdout.split() if _is_reader(int(pid))]
+    assert len(ranks) == 4, "two readers for each of two ranks"
+    os.kill(ranks[-1], signal.SIGKILL)
+    killed = time.monotonic()
+    assert run.wait(timeout=100) != 0
+    assert time.monotonic() - killed < 60
+    log = out.with_suffix(".log").read_text()
+    named = [line for line in log.splitlines() if "cannot read its data" in line and str(ranks[-1]) in line]
+    assert {line.split("]:")[0] for line in named} == {"[rank0", "[rank1"}
+
+
+def _is_reader(pid: int) -> bool:
+    """Whether a process is a DataLoader worker: its parent runs the same command line."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return Path(f"/proc/{stat[1]}/cmdline").read_bytes() == Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,7 +55,7 @@ MODEL_KEYS = (
     "num_image_tokens",
 )
 _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
-_VECTOR = ("loss_weight", "has_data", "capacity", *_COUNTS)
+_VECTOR = ("loss_weight", "has_data", "failed", "capacity", *_COUNTS)
 
 
 class PackTrainer(Trainer):
@@ -118,6 +120,8 @@ class PackTrainer(Trainer):
             self.epoch_plan = self._shared_plan(num_epochs)
             total = max(1, self.epoch_plan.steps(self.packs_per_step))
             per_epoch = max(1, total // max(1, num_epochs))
+            if num_epochs != args.num_train_epochs:  # a part of the last epoch: a number of steps it is
+                total = math.ceil(total * args.num_train_epochs / num_epochs)
             logger.warning(
                 "%d optimizer steps in %d epochs (%s): %.0f packs of the first epoch, %d packs a step",
                 total,
@@ -145,13 +149,19 @@ class PackTrainer(Trainer):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """The step's batches and its normaliser; no batches once no rank has data left."""
+        defer_worker_death()
         started = time.perf_counter()
-        batches = []
-        for _ in range(self.args.gradient_accumulation_steps):
-            batch = next(epoch_iterator, None)
-            batches.append(batch if batch is not None else self.loader.filler_batch())
+        batches, error = [], None
+        try:
+            for _ in range(self.args.gradient_accumulation_steps):
+                batch = next(epoch_iterator, None)
+                batches.append(batch if batch is not None else self.loader.filler_batch())
+        except Exception as problem:
+            error = problem
         waited = time.perf_counter() - started
-        figures = self._reduce(batches)
+        figures = self._reduce(batches, failed=error is not None)
+        if figures["failed"]:
+            self._fail_together(error)
         if not figures["has_data"]:
             self.control.should_epoch_stop = True
             self._end_epoch()
@@ -165,10 +175,22 @@ class PackTrainer(Trainer):
         self._normalizer = weights / scale if weights > 0 else 1.0
         return batches, torch.tensor(self._normalizer, device=device)
 
-    def _reduce(self, batches: list[dict[str, Any]]) -> dict[str, float]:
+    def _fail_together(self, error: Exception | None) -> NoReturn:
+        """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
+        errors: list[Any] = [_told(error)]
+        if self._world_size > 1:
+            errors = [None] * self._world_size
+            dist.all_gather_object(errors, _told(error), group=self._cpu_group())
+        rank, (kind, message) = next((rank, told) for rank, told in enumerate(errors) if told)
+        if kind == UserError.__name__:
+            raise UserError(message) from error
+        raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
+
+    def _reduce(self, batches: list[dict[str, Any]], *, failed: bool) -> dict[str, float]:
         """Sums over the ranks, and the slowest rank's modelled cost against the mean."""
         own = {key: float(sum(b[key] for b in batches)) for key in _COUNTS}
         own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
+        own["failed"] = float(failed)
         own["has_data"] = float(any(not is_filler(b) for b in batches))
         own["capacity"] = self.metrics.capacity(batches)
         vector = torch.zeros(len(_VECTOR) + self._world_size, dtype=torch.float64)
@@ -326,18 +348,47 @@ class PackTrainer(Trainer):
         return self._group
 
 
+def _told(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def defer_worker_death() -> None:
+    """Let a reader process that died be noticed where its data is missed, not in the middle of a collective.
+
+    torch raises from a SIGCHLD handler, wherever the main thread is: other ranks would then wait in the
+    all-reduce that this one never joins. Without the handler the loader itself notices within seconds.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 class _EpochControl(TrainerCallback):
     """Ends the run with the data, not with an estimated number of steps."""
 
     def __init__(self, trainer: PackTrainer) -> None:
         self.trainer = trainer
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.first_step = state.global_step
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
         trainer.metrics.end_step()
-        if trainer.epoch_plan is not None and state.global_step >= state.max_steps:
+        if trainer.epoch_plan is None:
+            return
+        loader, turns = trainer.loader, trainer.epoch_plan.turns
+        state.epoch = loader.epoch + min(1.0, loader.global_packs / max(1, turns[min(loader.epoch, len(turns) - 1)]))
+        if state.global_step >= state.max_steps and float(args.num_train_epochs).is_integer():
             control.should_training_stop = False
             state.max_steps = state.global_step + 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # A run resumed at the very end of an epoch finds nothing left in it; the Trainer would stop there.
+        if state.global_step == self.first_step and (self.trainer.epoch_plan or state.global_step < state.max_steps):
+            control.should_training_stop = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.max_steps = state.global_step
 
 
 class StepMetrics:
