@@ -141,16 +141,41 @@ def test_the_heads_chunk_changes_nothing(tokenizer, chunk):
     assert_same_gradients(results[1][2], results[0][2])
 
 
-def test_no_more_logits_than_a_chunk_exist_at_once(tokenizer, monkeypatch):
+def test_no_more_logits_than_a_chunk_exist_at_once_and_none_is_made_twice(tokenizer):
     packed = tiny_packed(tokenizer)
     packed.head.chunk_tokens = 7
     sizes = []
-    inner = head._cross_entropy
-    monkeypatch.setattr(head, "_cross_entropy", lambda h, *rest: sizes.append(len(h)) or inner(h, *rest))
+    packed.head.loss_kernel = lambda logits, *rest: sizes.append(len(logits)) or head.loss_and_gradient(logits, *rest)
     batch = packed_batch(mixed_segments(tokenizer))
     packed(**batch).loss.backward()
     assert max(sizes) == 7
-    assert sum(sizes) == 2 * batch["num_loss_tokens"]  # once forward, once again for the gradient
+    assert sum(sizes) == batch["num_loss_tokens"]
+
+
+@pytest.mark.parametrize("kernel", [head.loss_and_gradient, head.fusible_loss_and_gradient])
+@pytest.mark.parametrize("trains", [(True, True, True), (True, False, False), (False, True, False)])
+def test_the_heads_gradients_are_autograds(kernel, trains):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(11, 8), (23, 8), (23,)]
+    tensors = [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_(t)
+        for s, t in zip(shapes, trains, strict=True)
+    ]
+    targets, weights = torch.arange(11), torch.rand(11, generator=generator)
+    lm_head = torch.nn.Linear(8, 23, dtype=torch.float64)
+    lm_head.weight, lm_head.bias = (torch.nn.Parameter(t.detach(), requires_grad=t.requires_grad) for t in tensors[1:])
+    module = head.LabelledHead(lambda: lm_head, chunk_tokens=4)
+    module.loss_kernel = kernel
+    ce = torch.nn.functional.cross_entropy(tensors[0] @ tensors[1].T + tensors[2], targets, reduction="none")
+    wanted = [t for t in tensors if t.requires_grad]
+    expected = torch.autograd.grad(3 * (ce * weights).sum(), wanted)
+    got = [p for p in (tensors[0], lm_head.weight, lm_head.bias) if p.requires_grad]
+    weighted, losses = module(tensors[0], targets, weights)
+    for g, e in zip(torch.autograd.grad(3 * weighted, got), expected, strict=True):
+        assert relative_error(g, e) < LOSS_TOLERANCE
+    assert torch.allclose(losses.double(), ce.detach(), rtol=1e-6)
+    with torch.no_grad():
+        assert module(tensors[0], targets, weights)[0].item() == pytest.approx(weighted.item(), rel=1e-6)
 
 
 def test_the_first_token_of_a_segment_is_never_a_target(tokenizer):

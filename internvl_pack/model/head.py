@@ -1,9 +1,9 @@
 """Logits only where there is a label, and cross-entropy over them in bounded memory.
 
 On packs of image-text data a third of the tokens or fewer are trained on, so most rows of the largest
-matrix product of a small model are never needed. The rest runs in chunks: at most
-`chunk_tokens * vocabulary` float32 logits (and as many for their gradient) exist at once; more than one
-chunk costs a second forward of the head in the backward pass.
+matrix product of a small model are never needed. The rest runs in chunks, and the gradient is made
+where the logits are: at most `chunk_tokens * vocabulary` logits (and float32 copies of them) exist at
+once, none is kept for the backward pass, and no chunk is computed twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..loss import IGNORE_INDEX
 
@@ -58,6 +57,7 @@ class LabelledHead(nn.Module):
         super().__init__()
         self.output_embeddings = output_embeddings
         self.chunk_tokens = chunk_tokens
+        self.loss_kernel: LossKernel = loss_and_gradient
         self._shared_with_zero3 = False
 
     def share_with_zero3(self) -> None:
@@ -80,18 +80,109 @@ class LabelledHead(nn.Module):
             sum is zero, and every parameter behind `hidden` and the head still gets a gradient.
         """
         lm_head = self.output_embeddings()
-        weight, bias = lm_head.weight, lm_head.bias
-        if len(targets) <= self.chunk_tokens:
-            return _cross_entropy(hidden, weight, bias, targets, weights)
-        weighted, losses = hidden.new_zeros((), dtype=torch.float32), []
-        pieces = (t.split(self.chunk_tokens) for t in (hidden, targets, weights))
-        for h, t, w in zip(*pieces, strict=True):
-            chunk_sum, chunk_losses = checkpoint(_cross_entropy, h, weight, bias, t, w, use_reentrant=False)
-            weighted = weighted + chunk_sum
-            losses.append(chunk_losses)
-        return weighted, torch.cat(losses)
+        weighted, losses = _ChunkedCrossEntropy.apply(
+            hidden,
+            lm_head.weight,
+            lm_head.bias,
+            targets,
+            weights,
+            self.chunk_tokens,
+            self.loss_kernel,
+            torch.is_grad_enabled(),
+        )
+        return weighted, losses
 
 
-def _cross_entropy(hidden, weight, bias, targets, weights) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="none")
-    return (losses * weights).sum(), losses.detach()
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses and gradients chunk by chunk in the forward pass; the backward pass only scales them.
+
+    The sum of w * ce is linear in what comes from behind (a scalar), so gradients for a scalar of 1 are
+    all there is to keep: (M, H) and, if it is trained, the head's own.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, weights, chunk_tokens, loss_kernel, with_gradient):
+        device_type = hidden.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
+        # Half floats cannot hold the unscaled gradients of a whole row; bfloat16 can.
+        grad_dtype = torch.float32 if dtype == torch.float16 else dtype
+        trains_hidden, trains_weight, trains_bias = (with_gradient and needed for needed in ctx.needs_input_grad[:3])
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if trains_hidden else None
+        grad_weight = _Sum(weight) if trains_weight else None
+        grad_bias = _Sum(bias) if trains_bias else None
+        with torch.autocast(device_type, enabled=False):
+            w = weight.to(dtype)
+            b = None if bias is None else bias.to(dtype)
+            for start in range(0, len(hidden), chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                h = hidden[rows].to(dtype)
+                logits = F.linear(h, w, b)
+                if not with_gradient:
+                    losses[rows] = F.cross_entropy(logits.float(), targets[rows], reduction="none")
+                    continue
+                losses[rows], grad = loss_kernel(logits, targets[rows], weights[rows], grad_dtype)
+                del logits
+                if trains_hidden:
+                    grad_hidden[rows] = grad @ w.to(grad_dtype)
+                if trains_weight:
+                    grad_weight.add(grad.t() @ h.to(grad_dtype))
+                if trains_bias:
+                    grad_bias.add(grad.sum(0, dtype=torch.float32))
+        ctx.save_for_backward(grad_hidden, grad_weight and grad_weight.total(), grad_bias and grad_bias.total())
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        gradients = (g if g is None else (g * upstream).to(g.dtype) for g in ctx.saved_tensors)
+        return (*gradients, None, None, None, None, None)
+
+
+class _Sum:
+    """Gradients of a parameter summed over chunks: in float32 where there are several."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.sum: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        self.sum = part if self.sum is None else self.sum.float().add_(part)
+
+    def total(self) -> torch.Tensor:
+        if self.sum is None:
+            return torch.zeros_like(self.parameter)
+        return self.sum.to(self.parameter.dtype)
+
+
+LossKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, grad_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of each row, float32 (C,), and the gradient of sum(w * ce) in `grad_dtype`, (C, V)."""
+    x = logits.float()
+    total = torch.logsumexp(x, dim=-1, keepdim=True)
+    index = targets.unsqueeze(-1)
+    losses = (total - x.gather(-1, index)).squeeze(-1)
+    # logits.float() is `logits` itself where they are float32: neither is needed afterwards.
+    grad = x.sub_(total).exp_()
+    grad.scatter_add_(-1, index, grad.new_full((1, 1), -1.0).expand(index.shape))
+    return losses, grad.mul_(weights.unsqueeze(-1)).to(grad_dtype)
+
+
+def fusible_loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, grad_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`loss_and_gradient` in a form that a compiler makes into two passes over the logits."""
+    x = logits.float()
+    total = torch.logsumexp(x, dim=-1, keepdim=True)
+    index = targets.unsqueeze(-1)
+    losses = (total - x.gather(-1, index)).squeeze(-1)
+    is_target = torch.arange(x.shape[-1], device=x.device) == index
+    return losses, (((x - total).exp() - is_target.float()) * weights.unsqueeze(-1)).to(grad_dtype)
