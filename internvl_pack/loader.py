@@ -8,6 +8,7 @@ any topology whose readers divide the lanes goes on from it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -85,16 +86,18 @@ class PackLoader(StatefulDataLoader):
         self._first_pack = 0
         self._num_batches = 0
         self._resumed = False
-        self._events: list[dict[str, Any]] = []
-        super().__init__(
-            self._feed,
-            batch_size=packs_per_batch,
-            num_workers=num_workers,
-            collate_fn=collate_fn or packed_collate_fn,
-            # Our feed has no state of its own; asking for it at every step would be wasted.
-            snapshot_every_n_steps=2**31,
-            **options,
-        )
+        self._events = damage_events(dataset) if dataset.rank == 0 else []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # of torchdata's own making
+            super().__init__(
+                self._feed,
+                batch_size=packs_per_batch,
+                num_workers=num_workers,
+                collate_fn=collate_fn or packed_collate_fn,
+                # Our feed has no state of its own; asking for it at every step would be wasted.
+                snapshot_every_n_steps=2**31,
+                **options,
+            )
 
     @property
     def epoch(self) -> int:
@@ -235,6 +238,16 @@ class PackLoader(StatefulDataLoader):
         self._states = {
             str(lane): state["lanes"][str(lane)] for lanes in own for lane in lanes if str(lane) in state["lanes"]
         }
+
+
+def damage_events(dataset: PackedDataset) -> list[dict[str, Any]]:
+    """What is broken in the files and belongs to no sample, as events like those of samples that leave."""
+    return [
+        {"id": f"{source.name}#damage{number}", "reason": error.reason, "detail": error.detail, "epoch": 0}
+        | {"lane": -1, "turn": -1}
+        for source in dataset.sources
+        for number, error in enumerate(source.damage)
+    ]
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

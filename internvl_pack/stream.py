@@ -200,6 +200,11 @@ class _Waiting(Mapping):
                 ) from None
             self._stream._encoded[key[0]] = encoded
             self._fragments.update({f.key: f for f in fragments})
+        if key not in self._fragments:
+            raise UserError(
+                f"resume: fragment {key[1]} of the sample at position {key[0]} waited in the saved state, but it "
+                f"now has {sum(k[0] == key[0] for k in self._fragments)} fragments: the data has changed"
+            )
         return self._fragments[key]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:

@@ -155,3 +155,13 @@ def _is_reader(pid: int) -> bool:
         return Path(f"/proc/{stat[1]}/cmdline").read_bytes() == Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return False
+
+
+def test_a_rank_without_any_data_makes_the_steps_of_the_others(made, tmp_path, tokenizer):
+    """One sample, two ranks, sharded weights: the second rank never has a real row."""
+    write_jsonl(tmp_path, 1)
+    out = tmp_path / "run"
+    extra = ["--meta_path", str(tmp_path / "meta.json"), "--deepspeed", "zero_stage3", "--num_lanes", "2"]
+    wait_for_end(start(made, out, 2, extra=[*extra, "--gradient_accumulation_steps", "1"]), out)
+    assert list(losses(out)) == [1]
+    assert read_sample_log(out) == {1: ["made/0"]}

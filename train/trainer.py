@@ -215,6 +215,9 @@ class PackTrainer(Trainer):
                 other = Ledger()
                 other.load_state_dict(part)
                 ledger = ledger.merged(other)
+        for source in self.loader.packed_dataset.sources:
+            for damage in source.damage:  # broken parts of files, which belong to no row
+                ledger.refuse(damage.reason)
         ledger.check()
         self.epoch_ledgers.append(ledger)
         if not ledger.samples_packed:
