@@ -158,6 +158,23 @@ def row_key(entries: Sequence[Entry]) -> str:
 # --- one shard --------------------------------------------------------------------------------------------------
 
 
+class ShardDamageError(SampleError):
+    """Damage that belongs to no row.
+
+    Attributes:
+        key: of the first sample that was lost by it, or None.
+        origin: `shard:key@byte`, without a key where none is known.
+    """
+
+    def __init__(self, reason: str, detail: str, key: str | None, origin: str) -> None:
+        super().__init__(reason, detail)
+        self.key = key
+        self.origin = origin
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.detail, self.key, self.origin)
+
+
 @dataclass
 class Damage:
     """Something broken in a shard that belongs to no row."""
@@ -174,7 +191,9 @@ class Damage:
             rest = f"; lost with it: {', '.join(map(repr, self.lost[1:]))}" if len(self.lost) > 1 else ""
         else:
             key, rest = f"after key {self.near!r}" if self.near is not None else "before the first key", ""
-        return SampleError(self.reason, f"{path}: {key} at byte {self.position}: {self.text}{rest}")
+        detail = f"{path}: {key} at byte {self.position}: {self.text}{rest}"
+        lost = self.lost[0] if self.lost else None
+        return ShardDamageError(self.reason, detail, lost, f"{path}:{lost or ''}@{self.position}")
 
 
 @dataclass(frozen=True)

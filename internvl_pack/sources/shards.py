@@ -101,6 +101,10 @@ class ShardSource(Source):
         shard, key, _ = self._locate(row)
         return f"{self.name}/{shard.label}/{key}"
 
+    def key(self, row: int) -> str:
+        """The key of a row in its shard, bad or not, without reading its record."""
+        return self._locate(row)[1]
+
     def origin(self, row: int) -> str:
         shard, key, header = self._locate(row)
         return f"{shard.path}:{key}@{header}"
