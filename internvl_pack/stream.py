@@ -79,7 +79,7 @@ class LaneStream:
             encoded, fragments = self._load(position)
         except SampleError as error:
             self.ledger.refuse(error.reason)
-            self._leave(self.dataset.sources[which].sample_id(row), error, which, "planned")
+            self._leave(self.dataset.sources[which].sample_id(row), error, which, row, "planned")
             return
         self._outcomes[which, "planned", True] += 1
         self.ledger.read(encoded.record, fragments)
@@ -134,12 +134,12 @@ class LaneStream:
         """A fragment with its pixels, or None (counted) where they cannot be decoded."""
         encoded = self._release(fragment)
         last = fragment.position not in self._encoded
-        which, _ = self.mixture.locate(fragment.position)
+        which, row = self.mixture.locate(fragment.position)
         try:
             tiles = self.dataset.encoder.decode(encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch)
         except SampleError as error:
             self.ledger.lose(fragment, error.reason, last=last)
-            self._leave(fragment.sample_id, error, which, "decoded")
+            self._leave(fragment.sample_id, error, which, row, "decoded")
             return None
         self.ledger.pack(fragment, last=last)
         self._outcomes[which, "decoded", True] += 1
@@ -147,8 +147,9 @@ class LaneStream:
 
     # -- samples that leave ------------------------------------------------------------------------
 
-    def _leave(self, sample_id: str, error: SampleError, which: int, stage: str) -> None:
-        self._events.append({"id": sample_id, "reason": error.reason, "detail": error.detail})
+    def _leave(self, sample_id: str, error: SampleError, which: int, row: int, stage: str) -> None:
+        source = self.dataset.sources[which].origin(row)
+        self._events.append({"id": sample_id, "source": source, "reason": error.reason, "detail": error.detail})
         self._outcomes[which, stage, False] += 1
         bad = self._outcomes[which, stage, False]
         if self.dataset.config.on_error == "stop" or error.reason == "oversized_error":

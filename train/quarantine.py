@@ -1,6 +1,7 @@
 """`quarantine.jsonl`: every sample that left the run, with its reason, one JSON object a line.
 
-    {"id": "coyo/1841", "reason": "image_truncated", "detail": "...", "epoch": 0, "lane": 3, "turn": 17}
+    {"id": "coyo/1841", "source": "coyo.jsonl:line 1842", "reason": "image_truncated", "detail": "...",
+     "epoch": 0, "lane": 3, "turn": 17}
 
 Rank 0 writes what all ranks have gathered, at checkpoints and at ends of epochs. After a resume, samples
 that leave again on the way to where the run had stopped are not written twice.
