@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from internvl_pack.encode.words import WordEncoder
 from internvl_pack.errors import SampleError, UserError
 
 #: Markup that InternVL's annotations carry in plain text and that its checkpoints read as single tokens.
@@ -45,7 +46,8 @@ def structural_tokens(tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -
 
 
 class TextEncoder:
-    """Encodes text that people wrote. Picklable; about 0.3 million tokens a second a core.
+    """Encodes text that people wrote. Picklable; about a million tokens a second a core where WordEncoder
+    knows the tokenizer, a third of that otherwise.
 
     Args:
         tokenizer: a Hugging Face tokenizer; it is not changed. Fast ones are copied through their JSON form.
@@ -69,7 +71,7 @@ class TextEncoder:
         self._known: dict[str, list[int]] = {}
         if getattr(tokenizer, "is_fast", False):
             self._json = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
-            self._fast = _load(self._json)
+            self._load()
             identity = self._json
         else:
             self._slow = tokenizer
@@ -84,12 +86,21 @@ class TextEncoder:
             )
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_fast"} | {"_known": {}}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fast", "_words")} | {
+            "_known": {}
+        }
 
     def __setstate__(self, state) -> None:
         self.__dict__.update(state)
         if self._json is not None:
-            self._fast = _load(self._json)
+            self._load()
+
+    def _load(self) -> None:
+        from tokenizers import Tokenizer
+
+        self._fast = Tokenizer.from_str(self._json)
+        self._fast.encode_special_tokens = True  # not part of the JSON form: set at every load
+        self._words = WordEncoder.for_tokenizer(json.loads(self._json), self._fast)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """(ids of all texts in a row, int32; how many each text has).
@@ -118,8 +129,13 @@ class TextEncoder:
         try:
             if self._slow is not None:
                 return self._slow(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+            ids = [self._words and self._words.encode(text) for text in texts]
+            rest = [text for text, found in zip(texts, ids, strict=True) if found is None]
+            if not rest:
+                return ids
             # The batch call of "fast" leaves out character offsets: a fifth less time.
-            return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encoded = iter(self._fast.encode_batch_fast(rest, add_special_tokens=False))
+            return [next(encoded).ids if found is None else found for found in ids]
         except (TypeError, UnicodeEncodeError):
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
                 raise SampleError("lone_surrogate", "a turn holds half of a surrogate pair, which is no text") from None
@@ -143,11 +159,3 @@ def _with_special(tokenizer_json: str, structural: dict[str, int]) -> str:
     for token in state["added_tokens"]:
         token["special"] = token["content"] in structural
     return json.dumps(state, ensure_ascii=False)
-
-
-def _load(tokenizer_json: str):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.encode_special_tokens = True  # not part of the JSON form: set at every load
-    return tokenizer
