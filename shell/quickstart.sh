@@ -22,7 +22,7 @@ if [ "$gpus" -gt 0 ]; then
 else
   ranks=2
   device=(--use_cpu True)
-  width=64
+  width=128
   export DS_ACCELERATOR=cpu
 fi
 

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeep
 from internvl_pack.errors import UserError
 from train import finetune
 from train.arguments import CONFIGS, DataTrainingArguments, find_deepspeed_config, option_names
-from train.environment import prepare_environment, shut_down
+from train.environment import SECONDS_FOR_THE_FIRST_RANK, prepare_environment, shut_down
 from train.options import DROPPED, RENAMED, modernise, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +111,6 @@ MISTAKES = [
     ("averages", [*MODEL, *DATA, "--average_tokens_across_devices", "True"], "--average_tokens_across_devices True"),
     ("filter", [*MODEL, *DATA, "--logging_nan_inf_filter", "True"], "--logging_nan_inf_filter True"),
     ("smoothing", [*MODEL, *DATA, "--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1"),
-    ("evaluation", [*MODEL, *DATA, "--eval_strategy", "steps"], "--eval_strategy steps"),
     ("dispatch", [*MODEL, *DATA, "--accelerator_config", '{"dispatch_batches": true}'], "dispatch_batches=True"),
     ("epochs", [*MODEL, *DATA, "--num_train_epochs", "0"], "--num_train_epochs 0"),
     ("micro-batch", [*MODEL, *DATA, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0"),
@@ -168,6 +167,7 @@ WITH_A_MODEL = [
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--num_images_expected", "0"], "num_images_expected is 0"),
     (["--num_lanes", "3", "--per_device_train_batch_size", "2"], "num_lanes 3 is not divisible"),
+    (["--eval_strategy", "steps"], "needs --eval_meta_path"),
     (["--freeze_llm", "True", "--freeze_backbone", "True", "--freeze_mlp", "True"], "nothing is left to train"),
 ]
 
@@ -188,11 +188,24 @@ def test_from_a_shell_a_mistake_exits_with_2_and_no_traceback():
     assert done.stderr.splitlines() == ["finetune: error: --meta_path /nowhere/meta.json: no such file"]
 
 
-def test_only_the_first_rank_of_a_node_speaks_at_start(monkeypatch, capsys):
+def test_at_start_other_ranks_let_the_first_speak(monkeypatch, capsys):
+    """torchrun ends all ranks when one fails: the first's line must be out before that."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    waited = []
+    monkeypatch.setattr("train.environment.time.sleep", lambda s: waited.append((s, capsys.readouterr().err)))
     assert finetune.main(MODEL) == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [(SECONDS_FOR_THE_FIRST_RANK, "")]
+    assert capsys.readouterr().err.startswith("finetune: error: rank 1: --meta_path is missing")
+
+
+def test_under_torchrun_the_mistake_is_told_once():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "train" / "finetune.py"), *MODEL, "--meta_path", "/nowhere/meta.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if "finetune: error" in line]
+    assert ours == ["finetune: error: --meta_path /nowhere/meta.json: no such file"]
 
 
 # --- scripts of before ----------------------------------------------------------------------------

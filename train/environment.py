@@ -6,10 +6,13 @@ import logging
 import os
 import socket
 import sys
+import time
+import warnings
 
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2  # exit code
+SECONDS_FOR_THE_FIRST_RANK = 15.0
 
 
 def prepare_environment() -> None:
@@ -62,12 +65,18 @@ def shut_down() -> None:
 
 
 def report_error(program: str, error: Exception, *, everyone: bool) -> None:
-    """One line on stderr, once a node; by every rank where only some may have met the error."""
+    """One line on stderr.
+
+    At start all ranks meet the same error: the first of a node tells it, and the others give it the time to, as
+    torchrun ends every rank as soon as one has failed. Whoever is still there then has an error of its own. With
+    `everyone`, once training has begun, each rank tells its own at once.
+    """
     line = " ".join(str(error).split())
-    if everyone and not is_main_process():
+    if not everyone and not is_first_on_node():
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    if not is_first_on_node() or (everyone and not is_main_process()):
         line = f"rank {os.environ.get('RANK', 0)}: {line}"
-    if everyone or is_first_on_node():
-        print(f"{program}: error: {line}", file=sys.stderr, flush=True)
+    print(f"{program}: error: {line}", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:
@@ -85,6 +94,8 @@ def set_up_logging() -> None:
         log.handlers = [handler]
         log.propagate = False
         log.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    # What libraries deprecate between themselves is not the user's to change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not sys.stderr.isatty() or not is_main_process():
         from transformers.utils import logging as transformers_logging
 
