@@ -70,7 +70,7 @@ class TextEncoder:
         self._json = None
         self._known: dict[str, list[int]] = {}
         if getattr(tokenizer, "is_fast", False):
-            self._json = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
+            self._json, self._layout = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
             self._load()
             identity = self._json
         else:
@@ -100,7 +100,7 @@ class TextEncoder:
 
         self._fast = Tokenizer.from_str(self._json)
         self._fast.encode_special_tokens = True  # not part of the JSON form: set at every load
-        self._words = WordEncoder.for_tokenizer(json.loads(self._json), self._fast)
+        self._words = WordEncoder.for_tokenizer(self._layout, self._fast)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """(ids of all texts in a row, int32; how many each text has).
@@ -152,10 +152,14 @@ class TextEncoder:
         return bool(self._forbidden[np.minimum(ids, len(self._forbidden) - 1)].any())
 
 
-def _with_special(tokenizer_json: str, structural: dict[str, int]) -> str:
-    """The tokenizer with exactly the structural tokens marked special, so that special can be split as text."""
+def _with_special(tokenizer_json: str, structural: dict[str, int]) -> tuple[str, dict]:
+    """(JSON of the tokenizer with exactly the structural tokens marked special, so that special can be split as text;
+    the same without its vocabulary)."""
     state = json.loads(tokenizer_json)
     state["truncation"] = state["padding"] = None
     for token in state["added_tokens"]:
         token["special"] = token["content"] in structural
-    return json.dumps(state, ensure_ascii=False)
+    layout = state | {
+        "model": {name: value for name, value in state["model"].items() if name not in ("vocab", "merges")}
+    }
+    return json.dumps(state, ensure_ascii=False), layout
