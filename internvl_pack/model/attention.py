@@ -89,6 +89,9 @@ def _attention_function(kernel: Kernel):
     """transformers' attention contract over `kernel`: (1, H, N, D) in, (1, N, H, D) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # A compiled layer calls the kernel as it is: boundaries and lengths then never cause a recompilation.
+    run = torch.compiler.disable(kernel.run)
+
     def packed_attention(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -114,7 +117,7 @@ def _attention_function(kernel: Kernel):
         if dropout:
             raise ValueError(f"packed attention has no dropout, the config asks for {dropout}: set attention_dropout 0")
         q, k, v = (t[0].transpose(0, 1) for t in _one_dtype(query, key, value))
-        out = kernel.run(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        out = run(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
         return out.unsqueeze(0), None
 
     return packed_attention

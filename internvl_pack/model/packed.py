@@ -58,6 +58,7 @@ class PackedModel(nn.Module):
         model: InternVLForConditionalGeneration, or a causal language model, whose text config uses an
             implementation of `register_packed_attention`. Known families are listed in families.py.
         head_chunk_tokens: labelled tokens whose logits exist at once.
+        vision_micro_tiles: tiles that go through the vision tower at once; None for all.
 
     Raises:
         UserError: a family that cannot be packed.
@@ -67,9 +68,18 @@ class PackedModel(nn.Module):
     accepts_loss_kwargs = True  # the loss is normalised over the whole step by its caller, not by the Trainer
     _keys_to_ignore_on_save = None
 
-    def __init__(self, model: nn.Module, *, head_chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        head_chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        vision_micro_tiles: int | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.vision_micro_tiles = vision_micro_tiles
+        self.is_compiled = False  # see compiled.py
+        self._mask_stand_in: torch.Tensor | None = None
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
         self._longest_exact_segment = longest_exact_segment(text_config)
@@ -200,7 +210,7 @@ class PackedModel(nn.Module):
                 raise ValueError(
                     f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {tuple(vision.image_size)}"
                 )
-            tiles = normalize_tiles(pixel_values.to(embeddings.device, non_blocking=True), dtype)
+            tiles = pixel_values.to(embeddings.device, non_blocking=True)
         else:
             tiles = zero_tile(vision.image_size, embeddings.device, dtype)
         features = self.image_features(tiles)
@@ -209,15 +219,24 @@ class PackedModel(nn.Module):
         return join_without_images(embeddings, features)
 
     def image_features(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Normalised tiles (T, 3, S, S) to (T, tokens_per_tile, H); no graph where all of it is frozen."""
+        """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
         trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
+        chunks = tiles.split(self.vision_micro_tiles or len(tiles))
         with contextlib.nullcontext() if trained or tiles.requires_grad else torch.no_grad():
-            return self.model.get_image_features(
-                pixel_values=tiles,
-                vision_feature_layer=self.config.vision_feature_layer,
-                vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-                return_dict=True,
-            ).pooler_output
+            features = [self._tile_features(chunk) for chunk in chunks]
+            return features[0] if len(features) == 1 else torch.cat(features)
+
+    def _tile_features(self, tiles: torch.Tensor) -> torch.Tensor:
+        num_tiles = len(tiles)
+        tiles = normalize_tiles(tiles, self.vision_modules[0].dtype)
+        if self.is_compiled and num_tiles == 1:
+            tiles = torch.cat([tiles, torch.zeros_like(tiles)])  # a batch of one is compiled apart
+        return self.model.get_image_features(
+            pixel_values=tiles,
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+            return_dict=True,
+        ).pooler_output[:num_tiles]
 
     def _decode(self, embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask) -> torch.Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
@@ -225,7 +244,17 @@ class PackedModel(nn.Module):
         if cu_seqlens is None:
             return self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
         with packed_row(cu_seqlens, max_seqlen) as names:
-            return self.language_model(**inputs, **names).last_hidden_state
+            return self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
+
+    @property
+    def _no_mask(self) -> torch.Tensor:
+        """Stands for a finished 4D mask, which packed attention does not read.
+
+        Without one transformers asks the device whether positions restart, before it asks us for a mask.
+        """
+        if self._mask_stand_in is None or self._mask_stand_in.device != self.device:
+            self._mask_stand_in = torch.zeros((1, 1, 1, 1), device=self.device)
+        return self._mask_stand_in
 
     def _add_loss(self, output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens) -> None:
         targets, weights = shift_targets(labels, loss_weight, cu_seqlens)

@@ -1,0 +1,497 @@
+"""How fast is a training step on packs, against padding and against packing the usual way? One process, one GPU.
+
+    python benchmarks/train_step.py                     # the 1B shape, then the 8B shape with 8 decoder layers
+    python benchmarks/train_step.py --shapes 1b --kernels flash_attn fa4 --profile
+    python benchmarks/train_step.py --device cpu        # the script itself, in small
+
+Random weights, pixels and token ids; lengths, tiles and labels of samples drawn from real_mix_a.csv. Every way
+trains on the same samples, forward and backward without an optimizer, in bfloat16. Ways take turns in each
+repetition; the table has the median. Host-to-device copies are part of the time, decoding is not.
+
+    padded      micro-batches of 2 samples of like length, transformers' own model, sdpa, logits of all tokens
+    reference   packed as InternVL does: boundaries found on the device in every layer, logits of all tokens
+    given       boundaries given with the row, logits only where there is a label (internvl_pack)
+    compiled    the same with --compile
+
+useful tokens/s counts real tokens. MFU is that of internvl_pack/model/flops.py over the card's dense bfloat16
+peak: operations of real tokens and tiles by segments, nothing for recomputation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_check import Table, versions
+from internvl_pack.collate import PackRow, Segment, packed_collate_fn, padded_collate_fn
+from internvl_pack.errors import UserError
+from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.compiled import compile_blocks
+from internvl_pack.model.flops import flop_counts, peak_flops
+from internvl_pack.model.images import normalize_tiles
+from internvl_pack.model.kernels import KERNELS, select_kernel
+from internvl_pack.model.packed import PackedModel
+from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.packer import LanePacker
+
+LENGTHS = Path(__file__).resolve().parent / "real_mix_a.csv"
+IMAGE_TOKEN = 151_671
+VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+VISION |= {"image_size": [448, 448], "patch_size": [14, 14], "attention_bias": True, "use_qk_norm": False}
+QWEN = {"vocab_size": 151_674, "max_position_embeddings": 32768, "rope_theta": 1e6}
+SHAPES = {
+    # InternVL3-1B: InternViT-300M and Qwen2.5-0.5B
+    "1b": QWEN
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    # InternVL3-8B's widths (InternViT-300M and Qwen2.5-7B) with 8 of its 28 decoder layers
+    "8b8": QWEN
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 8}
+    | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "tiny": {"vocab_size": 512, "max_position_embeddings": 32768, "hidden_size": 64, "intermediate_size": 128}
+    | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def make_model(shape: str, device: torch.device, kernel: str, dtype: torch.dtype) -> PackedModel:
+    from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration
+
+    vision, image_token = dict(VISION), IMAGE_TOKEN
+    if shape == "tiny":
+        vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision["image_size"], image_token = [56, 56], 500
+    config = InternVLConfig(
+        vision_config=vision,
+        text_config=AutoConfig.for_model("qwen2", **SHAPES[shape]),
+        image_token_id=image_token,
+        image_seq_length=(vision["image_size"][0] // 28) ** 2,
+        downsample_ratio=0.5,
+        tie_word_embeddings=SHAPES[shape]["tie_word_embeddings"],
+    )
+    implementations = {"text_config": register_packed_attention(kernel, device, dtype), "vision_config": "sdpa"}
+    torch.manual_seed(0)
+    with device:
+        model = InternVLForConditionalGeneration._from_config(
+            config, attn_implementation=implementations | {"": "sdpa"}, dtype=dtype
+        )
+    return PackedModel(model).train()
+
+
+def register_reference(kernel: str) -> str:
+    """Attention as InternVL's patch does it: each layer finds the boundaries in the positions, on the device."""
+    from transformers import AttentionInterface
+
+    run = KERNELS[kernel].run
+
+    def reference(module, query, key, value, attention_mask, scaling=None, position_ids=None, **_):
+        starts = (position_ids[0] == 0).nonzero().squeeze(1).int()
+        cu_seqlens = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
+        max_seqlen = int(cu_seqlens.diff().max())
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        return run(q, k, v, cu_seqlens, max_seqlen, scaling, None).unsqueeze(0), None
+
+    AttentionInterface.register("packed_reference", reference)
+    return "packed_reference"
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    key: int
+    num_tokens: int
+    num_tiles: int
+    num_loss_tokens: int
+
+
+def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, scale: int = 1) -> list[Sample]:
+    """Samples of the real mix in random order until `total_tokens`; those above a budget are left out."""
+    with open(LENGTHS, encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    order = np.random.default_rng(seed).permutation(len(rows))
+    samples, tokens = [], 0
+    for i in order.tolist():
+        row = rows[i]
+        n, tiles, labels = (int(row[k]) for k in ("num_tokens", "num_tiles", "num_loss_tokens"))
+        if n > max_tokens or tiles > max_tiles:
+            continue
+        if scale > 1:  # in small: 4 tokens a tile instead of 256
+            n, labels = 4 * tiles + max(2, (n - 256 * tiles) // scale), max(1, labels // scale)
+        samples.append(Sample(len(samples), n, tiles, min(labels, n - 1)))
+        tokens += n
+        if tokens >= total_tokens:
+            break
+    return samples
+
+
+def make_segment(sample: Sample, core: PackedModel, pixels: torch.Tensor) -> Segment:
+    rng = np.random.default_rng(sample.key)
+    image_id = core.config.image_token_id
+    ids = rng.integers(0, image_id, sample.num_tokens).astype(np.int32)
+    ids[: sample.num_tiles * core.tokens_per_tile] = image_id
+    labels = np.full(len(ids), -100, dtype=np.int32)
+    labels[-sample.num_loss_tokens :] = ids[-sample.num_loss_tokens :]
+    tiles = pixels[: sample.num_tiles].numpy()
+    images = (sample.num_tiles,) if sample.num_tiles else ()
+    return Segment(str(sample.key), (0, 1), ids, labels, tiles, images, sample.num_loss_tokens)
+
+
+def make_packs(samples: list[Sample], tokens: int, tiles: int) -> list[list[Sample]]:
+    packer, packs, waiting = LanePacker(Budget(tokens, tiles)), [], iter(samples)
+    for sample in waiting:
+        packer.add(sample)
+        while packer.full:
+            packs.append(packer.pop())
+    while packer.waiting:
+        packs.append(packer.pop())
+    return packs
+
+
+def pairs_by_length(samples: list[Sample]) -> list[list[Sample]]:
+    ordered = sorted(samples, key=lambda s: s.num_tokens)
+    return [ordered[i : i + 2] for i in range(0, len(ordered), 2)]
+
+
+def make_batches(groups: list[list[Sample]], core: PackedModel, pixels: torch.Tensor, padded: bool) -> list[dict]:
+    options = {"image_token_id": core.config.image_token_id, "image_size": core.config.vision_config.image_size[0]}
+    batches = []
+    for group in groups:
+        segments = [make_segment(s, core, pixels) for s in group]
+        if padded:
+            batch = padded_collate_fn([PackRow([s]) for s in segments], **options)
+        else:
+            batch = packed_collate_fn([PackRow(segments)], **options)
+        if torch.cuda.is_available():
+            batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        batches.append(batch)
+    return batches
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) and k != "cu_seqlens" else v
+        for k, v in batch.items()
+    }
+
+
+# --- ways -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """A row of the table."""
+
+    name: str
+    batches: list[dict]
+    step: Callable[[dict], torch.Tensor]
+    compiled: bool = False
+    checkpointing: bool = False
+    attention: str = ""
+
+
+def transformers_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
+    """transformers' own forward: logits of all tokens."""
+    pixels = batch["pixel_values"]
+    inputs = {k: batch[k] for k in ("input_ids", "labels", "attention_mask", "position_ids") if k in batch}
+    if "attention_mask" in inputs:
+        inputs.pop("position_ids")
+    if len(pixels):
+        inputs["pixel_values"] = normalize_tiles(pixels, core.dtype)
+    return core.model(**inputs, use_cache=False).loss
+
+
+def packed_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
+    return core(**batch, loss_normalizer=float(max(1, batch["num_loss_tokens"]))).loss
+
+
+@contextlib.contextmanager
+def set_up(core: PackedModel, way: Way) -> Iterator[None]:
+    core.model.set_attn_implementation({"text_config": way.attention})
+    if way.checkpointing:
+        core.gradient_checkpointing_enable()
+    core.is_compiled = way.compiled
+    stance = contextlib.nullcontext() if way.compiled else torch.compiler.set_stance("force_eager")
+    with stance:
+        yield
+    if way.checkpointing:
+        core.gradient_checkpointing_disable()
+
+
+def run_pass(core: PackedModel, way: Way, device: torch.device) -> float:
+    """Seconds of one pass over the way's batches."""
+    synchronize(device)
+    started = time.perf_counter()
+    for batch in way.batches:
+        way.step(to_device(batch, device)).backward()
+        core.zero_grad(set_to_none=True)
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gb(device: torch.device, reset: bool = False) -> float:
+    if device.type != "cuda":
+        return 0.0
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def measure(core: PackedModel, ways: list[Way], repeats: int, device: torch.device, peak: float | None) -> dict:
+    """Table of the ways; medians by name, in useful tokens/s."""
+    counts = flop_counts(core.config)
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    peaks: dict[str, float] = {}
+    for repeat in range(repeats + 1):  # the first is to warm up and for the peak
+        for way in list(ways):
+            if way.name in peaks and peaks[way.name] < 0:
+                continue
+            with set_up(core, way):
+                peak_gb(device, reset=True)
+                try:
+                    spent = run_pass(core, way, device)
+                except torch.OutOfMemoryError:
+                    peaks[way.name] = -1.0
+                    core.zero_grad(set_to_none=True)
+                    torch.cuda.empty_cache()
+                    continue
+            if repeat == 0:
+                peaks[way.name] = peak_gb(device)
+                print(f"    {way.name}: first pass {spent:.1f} s", flush=True)
+            else:
+                peaks[way.name] = max(peaks[way.name], peak_gb(device))
+                seconds[way.name].append(spent)
+    table = Table(
+        ("way", 40), ("rows", 5), ("fill", 6), ("useful tokens/s", 16), ("spread", 7), ("peak GB", 8), ("MFU", 7)
+    )
+    speeds = {}
+    for way in ways:
+        if peaks[way.name] < 0:
+            table.row(way.name, len(way.batches), "", "out of memory")
+            continue
+        real = sum(b["num_real_tokens"] for b in way.batches)
+        median = statistics.median(seconds[way.name])
+        spread = (max(seconds[way.name]) - min(seconds[way.name])) / median
+        flops = sum(counts.of(b) for b in way.batches if "sum_squared_lengths" in b)
+        mfu = f"{flops / median / peak:.1%}" if peak else "-"
+        fill = real / sum(b["num_tokens"] for b in way.batches)
+        speeds[way.name] = real / median
+        table.row(
+            way.name, len(way.batches), f"{fill:.1%}", f"{real / median:,.0f}", f"{spread:.1%}",
+            f"{peaks[way.name]:.1f}", mfu,
+        )  # fmt: skip
+    return speeds
+
+
+def full_rows(core: PackedModel, pixels: torch.Tensor, tokens: int, tiles: int, samples: list[Sample]) -> list[dict]:
+    """The packs that are at least 95 % full in tokens; the fullest where there is none."""
+    packs = make_packs(samples, tokens, tiles)
+    sizes = [sum(s.num_tokens for s in pack) for pack in packs]
+    full = [p for p, n in zip(packs, sizes, strict=True) if n >= 0.95 * tokens] or [packs[int(np.argmax(sizes))]]
+    return make_batches(full, core, pixels, padded=False)
+
+
+# --- the language model alone ---------------------------------------------------------------------
+
+
+def language_forward(core: PackedModel, kernels: list[str], device: torch.device, length: int, repeats: int) -> None:
+    """Four sequences of equal length: a batch of four against one packed row, no loss, no gradient."""
+    config = core.config.text_config
+    hidden = torch.randn(4, length, config.hidden_size, device=device, dtype=core.dtype)
+    positions = torch.arange(length, device=device)[None]
+    cu_seqlens = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
+
+    def padded() -> None:
+        core.language_model(inputs_embeds=hidden, position_ids=positions.expand(4, -1), use_cache=False)
+
+    def packed() -> None:
+        core._decode(hidden.view(1, 4 * length, -1), positions.repeat(1, 4), cu_seqlens, length, None)
+
+    print(f"\nLanguage model alone, forward, 4 sequences of {length} tokens (median of {repeats}, uncompiled)")
+    table = Table(("way", 40), ("ms", 9), ("of padded", 10))
+    runs = {"padded, sdpa": ("sdpa", padded)}
+    for kernel in kernels:
+        runs[f"packed, {kernel}"] = (KERNELS[kernel].implementation, packed)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for repeat in range(repeats + 2):
+            for name, (attention, call) in runs.items():
+                core.model.set_attn_implementation({"text_config": attention})
+                synchronize(device)
+                started = time.perf_counter()
+                call()
+                synchronize(device)
+                if repeat > 1:
+                    times[name].append(time.perf_counter() - started)
+    base = statistics.median(times["padded, sdpa"])
+    for name, values in times.items():
+        table.row(name, f"{statistics.median(values) * 1e3:.1f}", f"{statistics.median(values) / base:.3f}")
+
+
+# --- where the time goes --------------------------------------------------------------------------
+
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "convolution": ("conv", "dgrad", "wgrad"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "sm90_xmma", "cublas", "splitk"),
+    "compiled pointwise and reductions": ("triton",),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 25) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = max(way.batches, key=lambda b: b["num_real_tokens"])
+    with set_up(core, way):
+        for _ in range(2):
+            way.step(to_device(batch, device)).backward()
+            core.zero_grad(set_to_none=True)
+        synchronize(device)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            started = time.perf_counter()
+            way.step(to_device(batch, device)).backward()
+            issued = time.perf_counter() - started
+            synchronize(device)
+            whole = time.perf_counter() - started
+        core.zero_grad(set_to_none=True)
+    kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    total = sum(e.self_device_time_total for e in kernels)
+    print(
+        f"\nOne step of '{way.name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles: {whole * 1e3:.0f} ms "
+        f"while recording (issued in {issued * 1e3:.0f}), kernels {total / 1e3:.0f} ms"
+    )
+    kinds: dict[str, float] = {}
+    for e in kernels:
+        kind = next((k for k, words in KINDS.items() if any(w.lower() in e.key.lower() for w in words)), "other")
+        kinds[kind] = kinds.get(kind, 0.0) + e.self_device_time_total
+    for kind, microseconds in sorted(kinds.items(), key=lambda item: -item[1]):
+        print(f"    {microseconds / 1e3:8.1f} ms  {kind}")
+    for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
+        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5d} x  {e.key[:110]}")
+
+
+# --- main -----------------------------------------------------------------------------------------
+
+
+def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], samples: list[Sample]) -> list[Way]:
+    size = core.config.vision_config.image_size[0]
+    small = size != 448
+    tokens = (512, 1024, 2048) if small else (8192, 16384, 32768)
+    pixels = torch.randint(256, (96, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    budgets = dict(zip(tokens, (40, 48, 96), strict=True))
+    batches = {n: make_batches(make_packs(samples, n, tiles), core, pixels, padded=False) for n, tiles in budgets.items()}
+    kernel = kernels[0]
+    ours = {k: KERNELS[k].implementation for k in kernels}
+    own, theirs = (lambda batch: packed_step(core, batch)), (lambda batch: transformers_step(core, batch))
+    low, middle, high = (f"{n}/{tiles}" for n, tiles in budgets.items())
+    ways = []
+    if "padded" in args.ways:
+        pairs = make_batches(pairs_by_length([s for s in samples]), core, pixels, padded=True)
+        ways.append(Way("padded, micro-batch 2, by length", pairs, theirs, attention="sdpa"))
+    if "reference" in args.ways:
+        ways.append(Way(f"{low} reference", batches[tokens[0]], theirs, attention=register_reference(kernel)))
+    if "given" in args.ways:
+        ways.append(Way(f"{low} given, {kernel}", batches[tokens[0]], own, attention=ours[kernel]))
+        ways.append(Way(f"{middle} given, {kernel}", batches[tokens[1]], own, attention=ours[kernel]))
+    if "compiled" in args.ways:
+        for k in kernels:
+            ways.append(
+                Way(f"{middle} compiled, {k}", batches[tokens[1]], own, compiled=True, attention=ours[k])
+            )  # fmt: skip
+        full = full_rows(core, pixels, tokens[1], budgets[tokens[1]], samples)
+        best = kernels[-1]
+        ways.append(
+            Way(f"{middle} compiled, {best}, full rows", full, own, compiled=True, attention=ours[best])
+        )  # fmt: skip
+    if "checkpointed" in args.ways:
+        ways.append(
+            Way(f"{high} given, {kernel}, checkpointing", batches[tokens[2]], own, checkpointing=True,
+                attention=ours[kernel])
+        )  # fmt: skip
+        if "compiled" in args.ways:
+            ways.append(
+                Way(f"{high} compiled, {kernels[-1]}, checkpointing", batches[tokens[2]], own, compiled=True,
+                    checkpointing=True, attention=ours[kernels[-1]])
+            )  # fmt: skip
+    return ways
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
+    parser.add_argument("--kernels", nargs="+", help="the first is also the reference's; default: auto's choice")
+    names = ("padded", "reference", "given", "compiled", "checkpointed")
+    parser.add_argument("--ways", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--tokens", type=int, default=131_072, help="of the samples drawn, about")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", default=None, help="of torch.compile")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no_language", action="store_true", help="leave out the language model alone")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    small = device.type != "cuda"
+    dtype = torch.float32 if small else torch.bfloat16
+    try:
+        kernels = [select_kernel(name, device, dtype).name for name in args.kernels or ["auto"]]
+    except UserError as error:
+        print(error)
+        return 1
+    peak = None if small else peak_flops(torch.cuda.get_device_name(device))
+    print(versions(device) + (f", peak {peak / 1e12:.1f} TFLOP/s" if peak else ""))
+    torch.set_float32_matmul_precision("high")
+    for shape in args.shapes or (["tiny"] if small else ["1b", "8b8"]):
+        core = make_model(shape, device, kernels[0], dtype)
+        for kernel in kernels:
+            register_packed_attention(kernel, device, dtype)
+        if "compiled" in args.ways:
+            compile_blocks(core, **({"backend": "aot_eager"} if small else {"mode": args.mode}))
+        samples = draw_samples(args.tokens // (16 if small else 1), 16384, 48, args.seed, 16 if small else 1)
+        print(
+            f"\n{shape}: {core.num_parameters() / 1e6:,.0f} M parameters; {len(samples)} samples, "
+            f"{sum(s.num_tokens for s in samples):,} tokens, {sum(s.num_tiles for s in samples)} tiles, "
+            f"{sum(s.num_loss_tokens for s in samples):,} labels; median of {args.repeats}"
+        )
+        ways = make_ways(core, args, kernels, samples)
+        speeds = measure(core, ways, args.repeats, device, peak)
+        base = list(speeds.items())
+        for name, speed in base[1:]:
+            print(f"    {name}: " + ", ".join(f"{speed / s:.2f} x {n}" for n, s in base[:2] if n != name))
+        if args.profile:
+            profile(core, next((w for w in reversed(ways) if w.compiled and not w.checkpointing), ways[-1]), device)
+        if not args.no_language:
+            language_forward(core, kernels, device, 64 if small else 4096, 3 if small else 15)
+        del core, ways
+        gc.collect()
+        torch._dynamo.reset()
+        if not small:
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

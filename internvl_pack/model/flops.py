@@ -1,0 +1,140 @@
+"""Floating-point operations a training step needs, for model FLOP utilisation.
+
+A matrix product of (m, k) by (k, n) counts 2 m k n. The forward pass of a row is
+
+    language   2 * P_layers                 a token          P_layers: weights of the decoder layers' matrices
+               2 * layers * Hq * D          a token^2 of each segment (causal: half of the square's 4)
+    head       2 * V * H                    a token that has a label
+    vision     2 * P_tower * patches        a tile           patches: those of a tile and the class token
+               4 * layers * Hv * D * patches^2               (every patch sees every patch)
+               2 * P_projector * tokens_per_tile
+
+and the backward pass twice that where weights are trained, once where only gradients pass through, nothing
+before the first trained weight. What is computed again (gradient checkpointing, flash attention's own
+backward) does not count, nor do padding, norms, rotary embeddings and the loss.
+
+    MFU = operations of all ranks / (seconds * ranks * peak of the card in bfloat16, dense)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "4090": 165.2e12,
+}
+
+
+def peak_flops(card: str) -> float | None:
+    """Of a card by the name its driver gives; None where it is not known."""
+    named = [name for name in PEAK_FLOPS if name in card]
+    return PEAK_FLOPS[max(named, key=len)] if named else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCounts:
+    """Operations of one training step by what a row holds.
+
+    Attributes:
+        per_token, per_squared_token, per_loss_token, per_tile: operations of forward and backward.
+    """
+
+    per_token: float
+    per_squared_token: float
+    per_loss_token: float
+    per_tile: float
+
+    def of(self, batch: Mapping[str, Any]) -> float:
+        """Of a batch's real tokens and tiles; what is padded counts nothing.
+
+        Args:
+            batch: the counts of `packed_collate_fn`.
+        """
+        return (
+            self.per_token * batch["num_real_tokens"]
+            + self.per_squared_token * batch["sum_squared_lengths"]
+            + self.per_loss_token * batch["num_loss_tokens"]
+            + self.per_tile * batch["num_tiles"]
+        )
+
+
+def flop_counts(
+    config: Any,
+    *,
+    trains_vision: bool = True,
+    trains_projector: bool = True,
+    trains_language: bool = True,
+    trains_head: bool = True,
+) -> FlopCounts:
+    """From a model's config (InternVL, or a causal language model) and which of its parts are trained."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    attention = text.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * text.hidden_size * _active_width(text)
+    # Gradients pass through the language model wherever something before it is trained.
+    trains_before = trains_vision or trains_projector
+    language_passes = _passes(trains_language, trains_before)
+    head_passes = _passes(trains_head, trains_language or trains_before)
+    # Attention has no weights: its backward is twice its forward wherever gradients pass at all.
+    attention_passes = 3 if trains_language or trains_before else 1
+    return FlopCounts(
+        per_token=language_passes * 2 * layer * text.num_hidden_layers,
+        per_squared_token=attention_passes * 2 * text.num_hidden_layers * heads * head_dim,
+        per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
+        per_tile=_tile(config, text, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
+    )
+
+
+def _tile(config: Any, text: Any, trains_vision: bool, trains_projector: bool) -> float:
+    vision = config.vision_config
+    grid = [size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True)]
+    patches = grid[0] * grid[1]
+    rows, width = patches + 1, vision.hidden_size
+    embedding = 2 * patches * 3 * vision.patch_size[0] * vision.patch_size[1] * width
+    layer = 2 * rows * (4 * width**2 + 2 * width * vision.intermediate_size)
+    attention = 4 * rows**2 * width
+    merged = int(width / config.downsample_ratio**2)
+    tokens = int(patches * config.downsample_ratio**2)
+    projector = 2 * tokens * (merged * text.hidden_size + text.hidden_size**2)
+    vision_passes = 3 if trains_vision else 1
+    # The first matrices need no gradient of their input, the pixels.
+    tower = vision_passes * vision.num_hidden_layers * (layer + attention) + (2 if trains_vision else 1) * embedding
+    return tower + _passes(trains_projector, trains_vision) * projector
+
+
+def _passes(trained: bool, gradient_passes: bool) -> int:
+    """Forward, gradient of the input, gradient of the weights: in units of the forward."""
+    return 1 + (trained or gradient_passes) + trained
+
+
+def _active_width(text: Any) -> int:
+    """Width of the feed-forward part that a token goes through."""
+    experts = getattr(text, "num_experts_per_tok", None)
+    if experts and getattr(text, "moe_intermediate_size", None):
+        return experts * text.moe_intermediate_size
+    return text.intermediate_size
+
+
+def trained_parts(packed: Any) -> dict[str, bool]:
+    """Keyword arguments of `flop_counts` for a `PackedModel`: which parts have a trained weight."""
+    vision, projector = packed.vision_modules or (None, None)
+    parts = {
+        "trains_vision": vision,
+        "trains_projector": projector,
+        "trains_language": packed.language_model,
+        "trains_head": packed.get_output_embeddings(),
+    }
+    return {name: part is not None and any(p.requires_grad for p in part.parameters()) for name, part in parts.items()}
