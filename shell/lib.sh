@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034  # variables are for the scripts that source it
 # Shared by the scripts in this folder: where the repository is, and a Python that has it installed.
 # Source it: . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 #
@@ -52,7 +53,7 @@ ensure_python() {
       "$base" -m venv "$venv" || die "could not make $venv; on Debian: apt install python3-venv"
     fi
     rm -f "$venv/.installed"
-    if ! "$PY" -m pip install -q --disable-pip-version-check ${torch:+"$torch"} -e "$ROOT[dev]" \
+    if ! "$PY" -m pip install -q --disable-pip-version-check ${torch:+"$torch"} -e "${ROOT}[dev]" \
       >"$venv/install.log" 2>&1; then
       grep -v 'is ignored' "$venv/install.log" | tail -n 25 >&2
       die "the installation failed; all of pip's output is in $venv/install.log"

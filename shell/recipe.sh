@@ -1,0 +1,54 @@
+# shellcheck shell=bash disable=SC2034  # variables are for the scripts that source it
+# Settings shared by the launchers in this folder. Source it, then call `finetune_arguments`.
+#
+#   STAGE   stage1 | stage1.5 | stage2   which parts train and how (as in InternVL2.5 and InternVL3)
+#   MODEL   checkpoint folder or hub name (native format)          META   meta file of the data
+#   OUTPUT_DIR   where checkpoints go; a run that finds one there goes on from it
+#   MAX_PACKED_TOKENS, NUM_IMAGES_EXPECTED   budgets of a row: 16384/48 fits one 80 GB GPU with checkpointing
+#   GLOBAL_PACKS   packs in one optimizer step over all GPUs; gradient accumulation follows from it
+#   DEEPSPEED   zero_stage1 | zero_stage2 | zero_stage3 | zero_stage3_offload | a config file
+#   any further arguments of the launcher go to train/finetune.py and win over the recipe
+
+STAGE="${STAGE:-stage2}"
+MODEL="${MODEL:-OpenGVLab/InternVL3-1B-hf}"
+META="${META:-shell/data/demo/meta.json}"
+OUTPUT_DIR="${OUTPUT_DIR:-work_dirs/$STAGE}"
+MAX_PACKED_TOKENS="${MAX_PACKED_TOKENS:-16384}"
+NUM_IMAGES_EXPECTED="${NUM_IMAGES_EXPECTED:-48}"
+GLOBAL_PACKS="${GLOBAL_PACKS:-64}"
+DEEPSPEED="${DEEPSPEED:-zero_stage1}"
+WORKERS="${WORKERS:-4}"
+NUM_LANES="${NUM_LANES:-}"
+
+# finetune_arguments WORLD_SIZE: sets the array ARGUMENTS.
+finetune_arguments() {
+  local world="$1"
+  if ((GLOBAL_PACKS % world)); then
+    die "GLOBAL_PACKS=$GLOBAL_PACKS is not a multiple of $world GPUs: set it to $((((GLOBAL_PACKS + world - 1) / world) * world))"
+  fi
+  case "$STAGE" in
+    stage1) parts=(--freeze_llm True --freeze_backbone True --freeze_mlp False --learning_rate 2e-4 --weight_decay 0.05) ;;
+    stage1.5) parts=(--freeze_llm True --freeze_backbone False --freeze_mlp False --learning_rate 1e-5 --weight_decay 0.05) ;;
+    stage2) parts=(--freeze_llm False --freeze_backbone False --freeze_mlp False --learning_rate 4e-5 --weight_decay 0.01) ;;
+    *) die "STAGE=$STAGE is unknown: use stage1, stage1.5 or stage2" ;;
+  esac
+  ARGUMENTS=(
+    --model_name_or_path "$MODEL" --meta_path "$META" --output_dir "$OUTPUT_DIR" "${parts[@]}"
+    --use_packed_ds True --max_packed_tokens "$MAX_PACKED_TOKENS" --num_images_expected "$NUM_IMAGES_EXPECTED"
+    --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 12 --loss_reduction square
+    --per_device_train_batch_size 1 --gradient_accumulation_steps "$((GLOBAL_PACKS / world))"
+    --num_train_epochs 1 --lr_scheduler_type cosine --warmup_steps 0.03 --bf16 True --grad_checkpoint True
+    --dataloader_num_workers "$WORKERS" --deepspeed "$DEEPSPEED" --save_strategy steps --save_steps 200
+    --save_total_limit 3 --logging_steps 1 --resume_from_checkpoint auto
+    ${NUM_LANES:+--num_lanes "$NUM_LANES"}
+  )
+}
+
+# run_logged LOG COMMAND...: shows and keeps the output, and exits with the command's own status.
+run_logged() {
+  local log="$1"
+  shift
+  mkdir -p "$(dirname "$log")"
+  "$@" 2>&1 | tee -a "$log"
+  return "${PIPESTATUS[0]}"
+}
