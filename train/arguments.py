@@ -105,6 +105,11 @@ class DataTrainingArguments:
     use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
     min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.")
     max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
+    max_image_pixels: int = option(
+        2**26, "Width x height above which an image is refused from its header; decoding needs 32 bytes a pixel at most."
+    )
+    allow_truncated_images: bool = option(False, "Accept image files that are cut off, the missing part grey.")
+    apply_exif_orientation: bool = option(True, "Turn photographs upright as their EXIF orientation says.")
     normalize_type: Literal["imagenet", "clip", "siglip"] = option(
         "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
     )
@@ -226,6 +231,9 @@ class DataTrainingArguments:
             max_dynamic_patch=self.max_dynamic_patch,
             use_thumbnail=self.use_thumbnail,
             dynamic_image_size=self.dynamic_image_size,
+            max_image_pixels=self.max_image_pixels,
+            allow_truncated_images=self.allow_truncated_images,
+            apply_exif_orientation=self.apply_exif_orientation,
         )
 
 
