@@ -50,6 +50,8 @@ class PackedDataset(IterableDataset):
         UserError: no samples, budgets that no tile fits, lanes that do not divide.
     """
 
+    packs_are_counted = False  # whether a lane knows its number of packs without reading samples
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -108,6 +110,10 @@ class PackedDataset(IterableDataset):
             use_data_resampling=self.config.use_data_resampling,
         )
 
+    def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> LaneStream:
+        """The lane from its start; `mixture` is that of the epoch."""
+        return LaneStream(self, lane, epoch, mixture)
+
     def set_epoch(self, epoch: int) -> None:
         """Order of this epoch from the next iteration on; a state loaded for another epoch is let go."""
         self.epoch = epoch
@@ -137,7 +143,7 @@ class PackedDataset(IterableDataset):
     def read_lanes(self, lanes: Iterable[int], epoch: int, states: Mapping[str, Any]) -> Iterator[PackRow]:
         """Rows of these lanes in turn, for ever: a lane that has ended gives rows without segments."""
         mixture = self.mixture(epoch)
-        self._streams = {lane: LaneStream(self, lane, epoch, mixture) for lane in lanes}
+        self._streams = {lane: self.lane_stream(lane, epoch, mixture) for lane in lanes}
         for lane, stream in self._streams.items():
             if str(lane) in states:
                 stream.load_state_dict(states[str(lane)])

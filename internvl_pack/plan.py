@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from .dataset import PackedDataset
 from .errors import SampleError
-from .stream import LaneStream
 
 EXACT_SAMPLES = 20_000  # samples planned in full, over all epochs: some ten seconds
 ESTIMATE_SAMPLES = 2_000
@@ -48,7 +47,7 @@ def plan_epochs(
     Args:
         progress: called with the samples done since the last call.
     """
-    if dataset.num_positions * num_epochs <= exact_samples:
+    if dataset.packs_are_counted or dataset.num_positions * num_epochs <= exact_samples:
         return _count(dataset, num_epochs, progress)
     return _estimate(dataset, num_epochs, progress)
 
@@ -59,7 +58,7 @@ def _count(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], No
         mixture = dataset.mixture(epoch)
         counts = []
         for lane in range(dataset.num_lanes):
-            stream = LaneStream(dataset, lane, epoch, mixture)
+            stream = dataset.lane_stream(lane, epoch, mixture)
             counts.append(stream.count_packs())
             if progress:
                 progress(stream.cursor)

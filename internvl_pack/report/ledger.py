@@ -48,11 +48,15 @@ class Ledger:
     def read(self, record: Record, fragments: Sequence[Fragment]) -> None:
         """A sample came in and was cut into `fragments`; what they do not cover was truncated."""
         covered = sum(f.token_stop - f.token_start for f in fragments)
+        self.read_sample(record.num_tokens, len(fragments), covered)
+
+    def read_sample(self, num_tokens: int, num_fragments: int, covered: int) -> None:
+        """A sample came in and was cut into fragments that cover `covered` of its tokens."""
         self.counts["samples_in"] += 1
-        self.counts["samples_split"] += len(fragments) > 1
-        self.counts["fragments_in"] += len(fragments)
-        self.counts["tokens_in"] += record.num_tokens
-        self.counts["tokens_cut_off"] += record.num_tokens - covered
+        self.counts["samples_split"] += num_fragments > 1
+        self.counts["fragments_in"] += num_fragments
+        self.counts["tokens_in"] += num_tokens
+        self.counts["tokens_cut_off"] += num_tokens - covered
 
     def refuse(self, reason: str) -> None:
         """A sample came in and could not be used as a whole."""
