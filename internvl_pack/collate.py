@@ -147,7 +147,7 @@ def packed_collate_fn(
     image_counts = [n for s in segments for n in s.tiles_per_image]
     assert sum(image_counts) == sum(tile_counts), "tiles_per_image does not cover the tiles"
     if tiles:
-        pixels = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+        pixels = torch.from_numpy(_joined(tiles))
     else:
         pixels = torch.empty((0, 3, image_size, image_size), dtype=torch.uint8)
     batch = {
@@ -259,6 +259,20 @@ def is_filler(batch: dict[str, Any]) -> bool:
 def check_loss_reduction(loss_reduction: str) -> None:
     if loss_reduction not in ("token", "sample", "square"):
         raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use token, sample or square")
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The arrays one after the other; no copy where they lie so already, as those of one pack do."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    position = first.__array_interface__["data"][0]
+    for part in parts:
+        start = part.__array_interface__["data"][0]
+        if part.base is None or part.base is not first.base or start != position or not part.flags.c_contiguous:
+            return np.concatenate(parts)
+        position += part.nbytes
+    return np.lib.stride_tricks.as_strided(first, (sum(map(len, parts)), *first.shape[1:]), first.strides)
 
 
 def _offsets(counts: Sequence[int]) -> torch.Tensor:

@@ -108,7 +108,7 @@ class LaneStream:
         """The lane's next pack with its pixels; without segments once it has ended."""
         segments: list[Segment] = []
         while not segments and (pack := self.next_fragments()):
-            segments = [s for f in pack if (s := self._materialise(f)) is not None]
+            segments = self._with_pixels(pack)
         self.turns += 1
         events, self._events = self._events, []
         return PackRow(segments, self.lane, self.turns - 1, self.state_dict(), events, fatal=self._fatal)
@@ -130,13 +130,27 @@ class LaneStream:
             del self._outstanding[fragment.position], self._encoded[fragment.position]
         return encoded
 
-    def _materialise(self, fragment: Fragment) -> Segment | None:
-        """A fragment with its pixels, or None (counted) where they cannot be decoded."""
+    def _with_pixels(self, pack: list[Fragment]) -> list[Segment]:
+        """The pack's fragments, decoded into one array, so that collating need not copy a tile."""
+        size = self.dataset.encoder.config.image_size
+        tiles = np.empty((sum(f.num_tiles for f in pack), 3, size, size), dtype=np.uint8)
+        segments, used = [], 0
+        for fragment in pack:
+            segment = self._materialise(fragment, tiles[used : used + fragment.num_tiles])
+            if segment is not None:
+                segments.append(segment)
+                used += fragment.num_tiles
+        return segments
+
+    def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
+        """A fragment with its pixels, written into `out`, or None (counted) where they cannot be decoded."""
         encoded = self._release(fragment)
         last = fragment.position not in self._encoded
         which, row = self.mixture.locate(fragment.position)
         try:
-            tiles = self.dataset.encoder.decode(encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch)
+            tiles = self.dataset.encoder.decode(
+                encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out
+            )
         except SampleError as error:
             self.ledger.lose(fragment, error.reason, last=last)
             self._leave(fragment.sample_id, error, which, row, "decoded")

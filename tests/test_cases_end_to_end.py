@@ -14,10 +14,11 @@ import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from factory import TINY, png, write_jsonl, write_meta, write_shards
 
-from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
+from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, collate
 from internvl_pack.cli import main
 from internvl_pack.validate import Checker, validate
 
@@ -406,3 +407,29 @@ def test_a_bad_sample_among_many_costs_no_other(tmp_path, tokenizer):
     delivered, bad = outcome(meta, tokenizer, max_packed_tokens=400)
     assert bad == {f"s{int(path.name[:5])}": "image_truncated"}
     assert len(delivered) == 59
+
+
+def test_each_neighbour_keeps_its_own_pixels(tmp_path, tokenizer):
+    meta = write_jsonl(tmp_path, 40)
+    for path in sorted((tmp_path / "images").iterdir())[::5]:
+        path.write_bytes(path.read_bytes()[:60])
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1), encode=TINY)
+    seen = 0
+    for batch in build_loader(dataset, packs_per_batch=1):
+        offsets = batch["segment_tile_offsets"].tolist()
+        for sample_id, start, stop in zip(batch["sample_ids"], offsets, offsets[1:], strict=False):
+            raw = dataset.sources[0].read(int(sample_id.rpartition("/")[2]))
+            tiles = dataset.encoder.decode(dataset.encoder.encode(raw, dataset.specs[0]))
+            assert (batch["pixel_values"][start:stop].numpy() == tiles).all()
+            seen += stop - start
+    assert seen > 40
+
+
+def test_tiles_of_one_pack_are_joined_without_a_copy():
+    pack = np.arange(48, dtype=np.uint8).reshape(6, 2, 2, 2)
+    whole = collate._joined([pack[1:3], pack[3:4], pack[4:6]])
+    assert np.array_equal(whole, pack[1:]) and np.shares_memory(whole, pack)
+    other = pack[:1].copy()
+    for parts in ([pack[:2], pack[3:]], [pack[2:], pack[:2]], [other, pack], [pack[:1], other], [pack[1:], pack[:1]]):
+        joined = collate._joined(parts)
+        assert np.array_equal(joined, np.concatenate(parts)) and not np.shares_memory(joined, pack)
