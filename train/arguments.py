@@ -106,7 +106,7 @@ class DataTrainingArguments:
     min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.")
     max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
     max_image_pixels: int = option(
-        2**26, "Width x height above which an image is refused from its header; decoding needs 32 bytes a pixel at most."
+        2**26, "Width x height above which an image is refused from its header; decoding needs up to 32 bytes a pixel."
     )
     allow_truncated_images: bool = option(False, "Accept image files that are cut off, the missing part grey.")
     apply_exif_orientation: bool = option(True, "Turn photographs upright as their EXIF orientation says.")
