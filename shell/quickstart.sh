@@ -38,7 +38,7 @@ train() {
   "$PY" -m torch.distributed.run --standalone --nproc_per_node "$ranks" train/finetune.py \
     --model_name_or_path "$WORK_DIR/tiny" --meta_path "$META" --output_dir "$WORK_DIR/$way" \
     --force_image_size 56 --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 6 \
-    --max_packed_tokens 2048 --num_images_expected 40 --max_seq_length 2048 \
+    --max_packed_tokens 2048 --num_images_expected 44 --max_seq_length 2048 \
     --deepspeed zero_stage1 --num_train_epochs 1 --learning_rate 2e-3 --warmup_steps 5 --lr_scheduler_type cosine \
     --grad_checkpoint False --logging_steps 1 --save_strategy no --report_to none "${device[@]}" "$@"
 }
