@@ -1,0 +1,229 @@
+"""`PresetDataset`: training on packs that were planned before.
+
+    preset -> the lane's next pack -> its samples, read and encoded as streaming does -> tiles -> PackRow
+
+Order, lanes, resume and elasticity are those of `PackedDataset`: only where the packs come from differs. A lane's
+state is the number of packs it has delivered, its counters, and which samples are in part delivered.
+
+The epochs that were planned run as planned; later ones repeat them in turn, the packs of each lane in another order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import PackingConfig
+from .dataset import PackedDataset
+from .encode.sample import EncodeConfig, Encoded, Encoder
+from .errors import SampleError, UserError
+from .preset import PlannedFragment, Preset
+from .records import Fragment
+from .sources import DatasetSpec, Source, load_meta, open_source
+from .sources.mixture import Mixture
+from .sources.order import Permutation, derive_seed
+from .stream import LaneStream
+
+
+class PresetDataset(PackedDataset):
+    """Packs of a preset; use it as a `PackedDataset`, with `build_loader`.
+
+    Args:
+        preset: the folder that `internvl-pack plan` wrote, or what was read of it.
+        sources, specs, encoder: the data, tokenizer and tile options that it was planned for.
+        config: the run's options; None takes all from the preset. Budgets and the like must be the preset's.
+
+    Raises:
+        UserError: the preset does not fit the data, the tokenizer or the options any more; names what changed.
+    """
+
+    packs_are_counted = True
+
+    def __init__(
+        self,
+        preset: Preset | str | Path,
+        sources: Sequence[Source],
+        encoder: Encoder,
+        config: PackingConfig | None = None,
+        *,
+        specs: Sequence[DatasetSpec],
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.preset = preset if isinstance(preset, Preset) else Preset(preset)
+        config = self.preset.config(config)
+        self.preset.check_fits(specs, sources, encoder)
+        super().__init__(sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
+
+    @classmethod
+    def open(
+        cls,
+        preset: str | Path,
+        meta_path: str | Path,
+        tokenizer: Any,
+        config: PackingConfig | None = None,
+        *,
+        encode: EncodeConfig | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> PresetDataset:
+        """From a preset and the meta file it was planned for. Without `encode` its tile options are the preset's."""
+        read = Preset(preset)
+        specs = load_meta(meta_path)
+        encoder = Encoder(tokenizer, encode or planned_encode_config(read))
+        sources = [open_source(spec) for spec in specs]
+        return cls(read, sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
+
+    def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> PresetLane:
+        return PresetLane(self, lane, epoch, mixture)
+
+    def mixture(self, epoch: int) -> Mixture:
+        return super().mixture(epoch % self.preset.epochs)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | {"preset": self.preset.digest}
+
+
+def planned_encode_config(preset: Preset) -> EncodeConfig:
+    """The tile options and chat format that a preset was planned for."""
+    options = {name: value for name, value in preset.content["encode"].items() if name != "tokenizer"}
+    options["image_size"] = options.pop("force_image_size")
+    options["markup_tokens"] = tuple(options["markup_tokens"])
+    return EncodeConfig(**options)
+
+
+class PresetLane(LaneStream):
+    """One lane of one epoch: hands out its planned packs. `cursor` counts packs."""
+
+    dataset: PresetDataset
+
+    def __init__(self, dataset: PresetDataset, lane: int, epoch: int, mixture: Mixture) -> None:
+        super().__init__(dataset, lane, epoch, mixture)
+        self.preset = dataset.preset
+        self.planned_epoch = epoch % self.preset.epochs
+        self.num_packs = self.preset.num_packs(self.planned_epoch, lane)
+        self._order: Permutation | None = None
+        if epoch >= self.preset.epochs:
+            self._order = Permutation(self.num_packs, derive_seed(dataset.config.seed, "packs", epoch, lane))
+        self._gone: dict[int, int] = {}  # split samples that could not be read: fragments still to come
+
+    # -- handing out -----------------------------------------------------------------------------
+
+    def next_fragments(self) -> list[Fragment]:
+        """The fragments of the next pack that can be read; empty once the lane has ended."""
+        self._encoded.clear()  # samples that were split over several packs are read again for each
+        if self.cursor == 0:
+            self._leave_as_planned()
+        while self._fatal is None:
+            if self.cursor == self.num_packs:
+                self.ended = True
+                return []
+            turn = self.cursor if self._order is None else self._order[self.cursor]
+            self.cursor += 1
+            pack = self.preset.pack(self.planned_epoch, self.lane, turn)
+            fragments: list[Fragment] = [f for f in pack.fragments if self._admit(f, pack.number)]
+            if fragments:
+                return fragments
+        return []
+
+    def count_packs(self) -> int:
+        return self.num_packs
+
+    def _admit(self, fragment: PlannedFragment, pack: int) -> bool:
+        """Read the fragment's sample. False where it cannot be used: the rest of the pack goes on."""
+        position = fragment.position
+        if position in self._gone:
+            self._gone[position] -= 1
+            if not self._gone[position]:
+                del self._gone[position]
+            return False
+        if position not in self._encoded:
+            try:
+                self._encoded[position] = self._read(fragment, pack)
+            except SampleError as error:
+                self._lose(fragment, error)
+                return False
+            except UserError as error:
+                self._fatal = str(error)
+                return False
+        if position not in self._outstanding:
+            covered = fragment.sample_tokens
+            if fragment.count == 1:
+                covered = fragment.token_stop - fragment.token_start
+            self.ledger.read_sample(fragment.sample_tokens, fragment.count, covered)
+            self._outstanding[position] = fragment.count
+        return True
+
+    def _read(self, fragment: PlannedFragment, pack: int) -> Encoded:
+        """The fragment's sample, which must be what it was when it was planned.
+
+        Raises:
+            SampleError: it cannot be read.
+            UserError: it is another one now.
+        """
+        which, row = self.mixture.locate(fragment.position)
+        encoded = self.dataset.encoder.encode(self.dataset.sources[which].read(row), self.dataset.specs[which])
+        record = encoded.record
+        planned = (fragment.sample_id, fragment.sample_tokens, fragment.sample_tiles)
+        found = (record.sample_id, record.num_tokens, record.num_tiles)
+        if planned != found:
+            raise UserError(
+                f"preset {self.preset.folder} does not fit the data any more: {_size(planned)} was planned and "
+                f"{_size(found)} is there now ({self.dataset.sources[which].origin(row)}): plan it again"
+            )
+        return encoded
+
+    def _lose(self, fragment: PlannedFragment, error: SampleError) -> None:
+        position = fragment.position
+        which, row = self.mixture.locate(position)
+        if position in self._outstanding:  # an earlier fragment has been trained on
+            self._outstanding[position] -= 1
+            last = not self._outstanding[position]
+            if last:
+                del self._outstanding[position]
+            self.ledger.lose(fragment, error.reason, last=last)
+        else:
+            self.ledger.refuse(error.reason)
+            if fragment.count > 1:
+                self._gone[position] = fragment.count - 1
+        self._leave(fragment.sample_id, error, which, row, "decoded")
+
+    def _leave_as_planned(self) -> None:
+        """The samples that left when the preset was planned enter the ledger with the lane's first pack."""
+        for refused in self.preset.refused(self.planned_epoch, self.lane):
+            which, row = self.mixture.locate(refused["position"])
+            reason, detail = refused["reason"], refused["detail"]
+            self.ledger.refuse(reason)
+            origin = self.dataset.sources[which].origin(row)
+            self._events.append({"id": refused["sample_id"], "source": origin, "reason": reason, "detail": detail})
+            if self.dataset.config.on_error == "stop":
+                self._fatal = f"{refused['sample_id']}: {reason}: {detail}"
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "cursor": self.cursor,
+            "turns": self.turns,
+            "split": {str(position): left for position, left in self._outstanding.items()},
+            "gone": {str(position): left for position, left in self._gone.items()},
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor = state["cursor"]
+        self.turns = state["turns"]
+        self._outstanding.update({int(position): left for position, left in state["split"].items()})
+        self._gone = {int(position): left for position, left in state["gone"].items()}
+        self.ledger.load_state_dict(state["ledger"])
+
+
+def _size(sample: tuple[str, int, int]) -> str:
+    return f"{sample[0]} of {sample[1]} tokens and {sample[2]} tiles"
+
+
+def is_preset(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder was made by `internvl-pack plan`."""
+    return (Path(path) / "preset.json").is_file()
