@@ -1,56 +1,183 @@
-"""The packer of one lane."""
+"""`LanePacker`: one lane's packer, from a stream of fragments to a stream of packs.
+
+    while more samples:                 records wait, oldest first
+        until packer.full: packer.add(fragment)
+        packer.pop()                    -> the next pack
+    while packer.waiting: packer.pop()  -> the last packs
+
+Bounded wait. A pack is built around one waiting fragment, its anchor. After `buffer_size` packs a fragment is older
+than any other may stay: from then on the oldest is the anchor of every pack. So a fragment that found n others
+waiting when it came is in one of the next `buffer_size + n` packs that are built; `longest_wait` says what the
+reservoir adds. The policies `greedy` and `next_fit` always take the oldest: the next n + 1 packs.
+
+Determinism. The state is whole numbers and keys. It goes through JSON, and a packer that is given it back
+continues exactly as the first one would have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
-from internvl_pack.errors import SampleError
+from internvl_pack.errors import SampleError, UserError
+from internvl_pack.packing.balance import Balance
 from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.cost import CostModel
+from internvl_pack.packing.policies import Waiting, find_policy
+from internvl_pack.packing.reservoir import Reservoir
 
 
-class LanePacker:
-    def __init__(self, budget: Budget, *, policy: str = "subset_sum", buffer_size: int = 64, reservoir: int = 0):
-        self.budget = budget
-        self.buffer_size = buffer_size
-        self._waiting: list = []
+class Packable(Protocol):
+    """What is packed; a `Fragment`, or anything with these."""
 
     @property
-    def waiting(self) -> list:
-        return list(self._waiting)
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    @property
+    def key(self) -> tuple[Hashable, ...]: ...
+
+
+Item = TypeVar("Item", bound=Packable)
+
+
+class LanePacker(Generic[Item]):
+    """Packs one lane.
+
+    Args:
+        budget: what a pack may hold; segments count with their aligned lengths.
+        policy: a name of policies.POLICIES.
+        buffer_size: records of look-ahead.
+        reservoir: packs held back to hand them out by cost, see reservoir.py; 0 for none.
+        cost: what packs cost, for the balance between ranks. Every rank must use the same.
+
+    Raises:
+        UserError: an unknown policy, a look-ahead below 1 or a negative reservoir.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        policy: str = "subset_sum",
+        buffer_size: int = 64,
+        reservoir: int = 0,
+        cost: CostModel | None = None,
+    ) -> None:
+        if buffer_size < 1:
+            raise UserError(f"max_buffer_size is {buffer_size}: give at least 1 record of look-ahead")
+        if reservoir < 0:
+            raise UserError(f"balance_reservoir is {reservoir}: give 0 (off) or more packs")
+        self.budget = budget
+        self.buffer_size = buffer_size
+        self._policy = find_policy(policy)
+        self._balance = Balance(budget, cost or CostModel.from_size("1B"))
+        self._reservoir = Reservoir(reservoir)
+        self._built = 0  # packs
+        self._items: list[Item] = []
+        self._waiting = Waiting([], [], [])
+        self._born: list[int] = []  # packs that had been built when each item came
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) >= self.buffer_size
+        """Whether the look-ahead is filled, and the reservoir too."""
+        return len(self._items) >= self.buffer_size and self._reservoir.full
 
-    def add(self, fragment) -> None:
-        if fragment.num_tokens < 1:
-            raise SampleError("sample_empty", f"fragment {fragment.key} has no tokens")
-        if not self.budget.fits(fragment.num_tokens, fragment.num_tiles):
-            raise SampleError("oversized_error", f"fragment {fragment.key} exceeds the budget")
-        self._waiting.append(fragment)
+    @property
+    def waiting(self) -> list[Item]:
+        """What is in no pack that was handed out: oldest first, that is by key where there is a reservoir."""
+        held = [item for pack in self._reservoir.packs for item in pack]
+        return sorted(held + self._items, key=lambda item: item.key) if held else list(self._items)
 
-    def pop(self) -> list:
-        budget = self.budget
-        tokens, tiles, cost = 0, 0, 0
-        pack, rest = [], []
-        order = self._waiting[:1] + sorted(self._waiting[1:], key=lambda f: -f.num_tokens)
-        for f in order:
-            length = budget.aligned(f.num_tokens)
-            if (
-                tokens + length <= budget.max_tokens
-                and tiles + f.num_tiles <= budget.max_tiles
-                and (budget.max_attention_cost is None or cost + length**2 <= budget.max_attention_cost)
-            ):
-                tokens, tiles, cost = tokens + length, tiles + f.num_tiles, cost + length**2
-                pack.append(f)
-            else:
-                rest.append(f)
-        taken = set(map(id, pack))
-        self._waiting = [f for f in self._waiting if id(f) not in taken]
-        return pack
+    @property
+    def longest_wait(self) -> int:
+        """Packs handed out between a fragment's `add` and its own pack, at most, if `full` stops the adding."""
+        return 2 * self.buffer_size + (self._reservoir.longest_wait if self._reservoir.size else 0)
 
-    def state_dict(self) -> dict:
-        return {"waiting": [list(f.key) for f in self._waiting]}
+    def add(self, item: Item) -> None:
+        """Give the packer one more fragment.
 
-    def load_state_dict(self, state: dict, fragments: Mapping) -> None:
-        self._waiting = [fragments[tuple(key)] for key in state["waiting"]]
+        Raises:
+            SampleError: `sample_empty`, or `oversized_error` for what fits into no pack (see split.py).
+        """
+        if item.num_tokens < 1:
+            raise SampleError("sample_empty", f"fragment {item.key} has no tokens")
+        if not self.budget.fits(item.num_tokens, item.num_tiles):
+            raise SampleError(
+                "oversized_error",
+                f"fragment {item.key} has {item.num_tokens} tokens and {item.num_tiles} tiles, "
+                f"a pack holds {self.budget.max_segment_tokens} and {self.budget.max_tiles}",
+            )
+        if len(self._items) >= self.buffer_size and not self._reservoir.full:
+            self._hold()
+        tokens = self.budget.aligned(item.num_tokens)
+        square = self._balance.square(tokens)
+        self._balance.add(tokens, item.num_tiles, square)
+        self._items.append(item)
+        self._waiting.tokens.append(tokens)
+        self._waiting.tiles.append(item.num_tiles)
+        self._waiting.squares.append(square)
+        self._born.append(self._built)
+
+    def pop(self) -> list[Item]:
+        """The next pack, its fragments in the order in which they came; empty when nothing waits."""
+        if not self._reservoir.size:
+            return self._build()[1] if self._items else []
+        while self._items and not self._reservoir.full:
+            self._hold()
+        return self._reservoir.pop() if len(self._reservoir) else []
+
+    def _hold(self) -> None:
+        cost, pack = self._build()
+        self._reservoir.add(cost, pack)
+
+    def _build(self) -> tuple[int, list[Item]]:
+        """(cost, pack) taken from what waits."""
+        waiting = self._waiting
+        goal = self._balance.goal(
+            self._built, *waiting, self._born, self.buffer_size, last=len(self._items) < self.buffer_size
+        )
+        places = sorted(self._policy(waiting, self.budget, self._balance, goal))
+        assert places, "a policy must take something"
+        sums = [sum(column[place] for place in places) for column in waiting]
+        assert sums[0] <= self.budget.max_tokens and sums[1] <= self.budget.max_tiles, "a pack over its budget"
+        pack = [self._items[place] for place in places]
+        for column in (self._items, self._born, *waiting):
+            for place in reversed(places):
+                del column[place]
+        self._built += 1
+        return self._balance.cost(*sums), pack
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: keys of what waits, packs of the reservoir, and the running figures (whole numbers)."""
+        return {
+            "waiting": [list(item.key) for item in self._items],
+            "born": list(self._born),
+            "built": self._built,
+            "figures": dict(self._balance.figures),
+            "reservoir": [
+                {"cost": cost, "turn": turn, "keys": [list(item.key) for item in pack]}
+                for cost, turn, pack in self._reservoir.state()
+            ],
+            "turns": self._reservoir.turns,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], fragments: Mapping[tuple[Hashable, ...], Item]) -> None:
+        """Go on where the state was taken; `fragments` gives back what waited, by key (as a tuple)."""
+        self._items = [fragments[tuple(key)] for key in state["waiting"]]
+        tokens = [self.budget.aligned(item.num_tokens) for item in self._items]
+        self._waiting = Waiting(
+            tokens, [item.num_tiles for item in self._items], [self._balance.square(n) for n in tokens]
+        )
+        self._born = list(state["born"])
+        self._built = state["built"]
+        self._balance.figures = dict(state["figures"])
+        self._reservoir.restore(
+            state["turns"],
+            [
+                (entry["cost"], entry["turn"], [fragments[tuple(key)] for key in entry["keys"]])
+                for entry in state["reservoir"]
+            ],
+        )

@@ -1,0 +1,195 @@
+"""What every pack of a lane should cost, so that ranks need not wait for each other: no communication.
+
+A pack is full in the budget that binds (tokens or tiles: the one of which the stream uses more packs' worth). What is
+left to choose is how much of the rest it takes: with tokens full, how many tiles; with tiles full, how many tokens.
+That rest is called the pack's secondary cost here. Three things set its target:
+
+    level   the stream's own ratio, so that targets and supply agree in the long run
+    light   some samples cannot be part of an average pack: 7,000 tokens of text leave no room for 26 tiles.
+            Every PHASES-th pack of a lane is made for them: they wait for it, and its target is away from the
+            level by what the others are spared. All lanes count their packs alike, so all ranks come to it in
+            the same step, and no rank waits for the others with an ordinary pack.
+    drift   what the look-ahead holds too much of is handed out slowly, a share SLOPE / records a pack
+
+Measured on the 15,000 lengths of benchmarks/real_mix_a.csv, 64 ranks, 1B: mean over max cost of a step rises from
+0.911 to 0.946 at 8192/40, 0.947 to 0.965 at 16384/48, 0.953 to 0.964 at 32768/96 by the light packs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.cost import CostModel
+
+PHASES = 4
+SPARED = 2.0  # times the mean of what such samples miss: they also take their neighbours' share
+SLOPE = 1.5
+MOST_DRIFT = 0.06  # of the mean cost of a pack
+ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack before it waits for a light one
+BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
+UNIT = 1024  # costs are whole numbers of 1/1024 token
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the next pack should be.
+
+    Attributes:
+        anchor: place among the waiting of the fragment that must be part of it.
+        tokens_bind: tokens are the scarcer budget, else tiles.
+        target: secondary cost to come close to, or None to take as much as fits (the stream has ended).
+        close: a difference from the target that does not matter.
+        tokens_by_age, tiles_by_age: fill up to this by age before searching.
+    """
+
+    anchor: int
+    tokens_bind: bool
+    target: float | None
+    close: float
+    tokens_by_age: float
+    tiles_by_age: float
+
+
+class Balance:
+    """Running figures of a lane's stream, all of them whole numbers, and the goals that follow from them."""
+
+    FIGURES = (
+        "samples",
+        "tokens",
+        "tiles",
+        "squares",
+        "rich_secondary",
+        "rich_primary",
+        "poor_secondary",
+        "poor_primary",
+        "missed_low",
+        "missed_high",
+        "tokens_before",
+        "tiles_before",
+        "tokens_bind",
+    )
+
+    def __init__(self, budget: Budget, cost: CostModel) -> None:
+        self.budget = budget
+        self._attention, self._token = cost.attention * UNIT, cost.token
+        self.tile_cost = cost.tile * UNIT // cost.token
+        self.figures = dict.fromkeys(self.FIGURES, 0)
+        self.figures["tokens_bind"] = 1
+
+    def square(self, num_tokens: int) -> int:
+        """Attention's cost of a segment, in units."""
+        return self._attention * num_tokens * num_tokens // self._token
+
+    def cost(self, num_tokens: int, num_tiles: int, squares: int) -> int:
+        """The cost of a pack, in units."""
+        return num_tokens * UNIT + num_tiles * self.tile_cost + squares
+
+    def add(self, num_tokens: int, num_tiles: int, square: int) -> None:
+        """A fragment came in."""
+        f = self.figures
+        f["samples"] += 1
+        f["tokens"] += num_tokens
+        f["tiles"] += num_tiles
+        f["squares"] += square
+        bind = int(f["tiles"] * self.budget.max_tokens <= f["tokens"] * self.budget.max_tiles)
+        if bind != f["tokens_bind"]:  # the figures below mean something else now
+            f.update(
+                tokens_bind=bind,
+                tokens_before=f["tokens"],
+                tiles_before=f["tiles"],
+                rich_secondary=0,
+                rich_primary=0,
+                poor_secondary=0,
+                poor_primary=0,
+                missed_low=0,
+                missed_high=0,
+            )
+        if bind:
+            secondary, primary, full = square + num_tiles * self.tile_cost, num_tokens, self.budget.max_tokens
+        else:
+            secondary, primary, full = square + num_tokens * UNIT, num_tiles, self.budget.max_tiles
+        ratio = self._ratio()
+        kind = "rich" if secondary >= ratio * primary else "poor"
+        f[kind + "_secondary"] += secondary
+        f[kind + "_primary"] += primary
+        if f["rich_primary"] and f["poor_primary"]:
+            room, level = full - primary, ratio * full
+            most = secondary + room * f["rich_secondary"] / f["rich_primary"]
+            least = secondary + room * f["poor_secondary"] / f["poor_primary"]
+            if most < level:
+                f["missed_low"] += int(level - most)
+            if least > level:
+                f["missed_high"] += int(least - level)
+
+    def _ratio(self) -> float:
+        """Secondary cost of the stream for each token or tile that binds."""
+        f = self.figures
+        if f["tokens_bind"]:
+            return (f["squares"] + f["tiles"] * self.tile_cost) / f["tokens"]
+        return (f["squares"] + f["tokens"] * UNIT) / f["tiles"]
+
+    def goal(
+        self,
+        pops: int,
+        tokens: list[int],
+        tiles: list[int],
+        squares: list[int],
+        born: list[int],
+        patience: int,
+        *,
+        last: bool = False,
+    ) -> Goal:
+        """The goal for pack number `pops` of the lane, with these records waiting, oldest first.
+
+        Args:
+            tokens, tiles, squares: of the waiting, parallel.
+            born: `pops` when each came in.
+            patience: packs after which the oldest is taken whatever it is.
+            last: the stream has ended: packs are filled and no longer balanced.
+        """
+        f, budget = self.figures, self.budget
+        bind = bool(f["tokens_bind"])
+        if bind:
+            tile = self.tile_cost
+            secondary = [s + v * tile for s, v in zip(squares, tiles, strict=True)]
+            primary, full = tokens, budget.max_tokens
+        else:
+            secondary = [s + t * UNIT for s, t in zip(squares, tokens, strict=True)]
+            primary, full = tiles, budget.max_tiles
+        ratio = self._ratio()
+        packs = max(f["tokens"] / budget.max_tokens, f["tiles"] / max(1, budget.max_tiles))
+        mean = self.cost(f["tokens"], f["tiles"], f["squares"]) / packs
+        drift = SLOPE * (sum(secondary) - ratio * sum(primary)) / len(tokens)
+        drift = max(-MOST_DRIFT * mean, min(MOST_DRIFT * mean, drift))
+        since = max(
+            (f["tokens"] - f["tokens_before"]) / budget.max_tokens,
+            (f["tiles"] - f["tiles_before"]) / max(1, budget.max_tiles),
+        )
+        high = f["missed_high"] > f["missed_low"]
+        spared = SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
+        if high:
+            spared = -spared
+        ordinary = ratio * full + drift + spared
+        light = pops % PHASES == 0
+        anchor = 0
+        if pops - born[0] < patience and not last:
+            side = "poor" if high else "rich"
+            dense = f[side + "_secondary"] / f[side + "_primary"] if f[side + "_primary"] else ratio
+            odd = ordinary + ODD * mean if high else ordinary - ODD * mean
+            for place, (s, p) in enumerate(zip(secondary, primary, strict=True)):
+                reach = s + (full - p) * dense
+                if (reach > odd if high else reach < odd) == light:
+                    anchor = place
+                    break
+        share = 1 - BY_SEARCH / f["samples"] * max(
+            f["tokens"] / budget.max_tokens, f["tiles"] / max(1, budget.max_tiles)
+        )
+        return Goal(
+            anchor=anchor,
+            tokens_bind=bind,
+            target=None if last else ordinary - PHASES * spared if light else ordinary,
+            close=0.004 * mean,
+            tokens_by_age=max(0.0, share) * budget.max_tokens,
+            tiles_by_age=max(0.0, share) * budget.max_tiles,
+        )

@@ -1,0 +1,150 @@
+"""What a pack costs to train, in floating-point operations: the one place where this is written down.
+
+    cost of a pack = token * tokens + attention * sum(length ** 2) + tile * tiles
+
+Only ratios between packs matter to the packer (ranks wait for the dearest pack of a step), so the model
+counts matrix products and leaves out what is small or the same for every pack: norms, activations,
+optimizer. Forward and backward together are three times the forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from internvl_pack.errors import UserError
+
+_FORWARD_AND_BACKWARD = 3
+_FLOPS = 2  # a multiplication and an addition
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Operations of forward and backward (integers, so that sums do not depend on their order).
+
+    Args:
+        token: per token of the row: the language model's matrices and its head.
+        attention: per squared token of a segment: causal attention, half of the full square.
+        tile: per tile: the vision tower with its own attention, and the projector.
+    """
+
+    token: int
+    attention: int
+    tile: int
+
+    def of(self, num_tokens: int, num_tiles: int) -> int:
+        """The cost of one segment."""
+        return num_tokens * (self.token + self.attention * num_tokens) + self.tile * num_tiles
+
+    def of_pack(self, segments: Iterable[tuple[int, int]]) -> int:
+        """The cost of a pack given as (tokens, tiles) of its segments."""
+        return sum(self.of(tokens, tiles) for tokens, tiles in segments)
+
+    @classmethod
+    def from_size(cls, size: str) -> CostModel:
+        """One of the InternVL3 family's shapes: 1B, 2B, 8B, 14B, 38B, 78B."""
+        if size.upper() not in SIZES:
+            raise UserError(f"model size {size!r} is unknown: use one of {', '.join(SIZES)}, or a config.json")
+        text, vision = SIZES[size.upper()]
+        return cls.from_config({"text_config": text, "vision_config": vision})
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> CostModel:
+        """From a model's `config.json`, in transformers' own layout or InternVL's (`llm_config`).
+
+        Raises:
+            UserError: a number that is needed is missing.
+        """
+        text = config.get("text_config") or config.get("llm_config")
+        vision = config.get("vision_config")
+        if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
+            raise UserError(
+                "the config has no text_config (or llm_config) and vision_config: give a vision-language one"
+            )
+        hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
+        heads = _number(text, "num_attention_heads")
+        head = int(text.get("head_dim") or hidden // heads)
+        queries, keys = heads * head, int(text.get("num_key_value_heads") or heads) * head
+        matrices = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * _number(text, "intermediate_size"))
+        matrices += _number(text, "vocab_size") * hidden
+
+        width, depth = _number(vision, "hidden_size"), _number(vision, "num_hidden_layers")
+        side = _side(vision, "image_size") // _side(vision, "patch_size")
+        patches = side * side + 1  # with the class token
+        tower = depth * (4 * width * width + 2 * width * _number(vision, "intermediate_size"))
+        shrink = float(config.get("downsample_ratio", 0.5))
+        merged = round(width / shrink**2)
+        projector = merged * hidden + hidden * hidden
+        times = _FORWARD_AND_BACKWARD * _FLOPS
+        return cls(
+            token=times * matrices,
+            attention=times * layers * queries,  # scores and values, halved by the causal mask
+            tile=times * (patches * tower + 2 * depth * width * patches**2 + round(side**2 * shrink**2) * projector),
+        )
+
+    @classmethod
+    def from_name(cls, name: str) -> CostModel:
+        """A size (`1B`), or the path of a `config.json` or of the folder that holds one."""
+        if name.upper() in SIZES:
+            return cls.from_size(name)
+        path = Path(name)
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.is_file():
+            raise UserError(f"model size {name!r} is neither one of {', '.join(SIZES)} nor a config.json")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON: {error}") from error
+        if not isinstance(config, Mapping):
+            raise UserError(f"{path} holds no JSON object: give a model's config.json")
+        return cls.from_config(config)
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} is {value!r} in the model's config: a whole number is needed")
+    return value
+
+
+def _side(config: Mapping[str, Any], name: str) -> int:
+    """A square's side, which configs write as a number or as a pair."""
+    value = config.get(name)
+    return _number({name: value[0] if isinstance(value, (list, tuple)) and value else value}, name)
+
+
+def _text(hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+def _vision(width: int, depth: int, inner: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "intermediate_size": inner,
+        "image_size": 448,
+        "patch_size": 14,
+    }
+
+
+_VIT_300M, _VIT_6B = _vision(1024, 24, 4096), _vision(3200, 45, 12800)
+
+SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {  # language models: Qwen2.5 of 0.5B to 72B
+    "1B": (_text(896, 24, 4864, 14, 2, 151674), _VIT_300M),
+    "2B": (_text(1536, 28, 8960, 12, 2, 151674), _VIT_300M),
+    "8B": (_text(3584, 28, 18944, 28, 4, 151674), _VIT_300M),
+    "14B": (_text(5120, 48, 13824, 40, 8, 151674), _VIT_300M),
+    "38B": (_text(5120, 64, 27648, 40, 8, 151674), _VIT_6B),
+    "78B": (_text(8192, 80, 29568, 64, 8, 151674), _VIT_6B),
+}

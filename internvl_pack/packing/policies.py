@@ -1,0 +1,219 @@
+"""How the next pack is chosen from the records that wait: a registry of pure functions.
+
+    subset_sum   exact search for a full pack of the wanted cost                   (the default)
+    greedy       the oldest, then the largest that fit
+    next_fit     in order until one does not fit: what a plain loop does, for comparison
+
+Packs over the lower bound on benchmarks/real_mix_a.csv, look-ahead of 64 records, and CPU time a sample:
+
+                 8192/40    16384/48   32768/96
+    subset_sum   see benchmarks/packing.py, whose table docs/packing.md quotes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from internvl_pack.errors import UserError
+from internvl_pack.packing.balance import UNIT, Balance, Goal
+from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.knapsack import SubsetSums
+
+TRIES = 8  # subsets that are looked at for the one of the best cost
+EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
+FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
+
+
+class Waiting(NamedTuple):
+    """The records that wait, oldest first: parallel lists of aligned tokens, tiles and attention cost."""
+
+    tokens: list[int]
+    tiles: list[int]
+    squares: list[int]
+
+
+Policy = Callable[[Waiting, Budget, Balance, Goal], list[int]]
+"""(waiting, budget, balance, goal) -> places of the pack's records; not empty, each once, within the budget."""
+
+POLICIES: dict[str, Policy] = {}
+
+
+def policy(name: str) -> Callable[[Policy], Policy]:
+    """Register a policy."""
+
+    def register(function: Policy) -> Policy:
+        POLICIES[name] = function
+        return function
+
+    return register
+
+
+def find_policy(name: str) -> Policy:
+    """Raises UserError for a name that is not registered."""
+    if name not in POLICIES:
+        raise UserError(f"packing policy {name!r} is unknown: use one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+class _Pack:
+    """A pack being filled: what it holds and what still fits."""
+
+    def __init__(self, waiting: Waiting, budget: Budget) -> None:
+        self.waiting, self.budget = waiting, budget
+        self.places: list[int] = []
+        self.tokens = self.tiles = self.squares = self.attention = 0
+
+    def fits(self, place: int) -> bool:
+        tokens, limit = self.waiting.tokens[place], self.budget.max_attention_cost
+        return (
+            self.tokens + tokens <= self.budget.max_tokens
+            and self.tiles + self.waiting.tiles[place] <= self.budget.max_tiles
+            and (limit is None or self.attention + tokens * tokens <= limit)
+        )
+
+    def put(self, place: int) -> None:
+        tokens = self.waiting.tokens[place]
+        self.places.append(place)
+        self.tokens += tokens
+        self.tiles += self.waiting.tiles[place]
+        self.squares += self.waiting.squares[place]
+        self.attention += tokens * tokens
+
+    def rest(self) -> list[int]:
+        """Places that are not in the pack, oldest first."""
+        taken = set(self.places)
+        return [place for place in range(len(self.waiting.tokens)) if place not in taken]
+
+
+@policy("next_fit")
+def next_fit(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
+    """The oldest records in order, until one does not fit. No look-ahead is used."""
+    pack = _Pack(waiting, budget)
+    for place in range(len(waiting.tokens)):
+        if not pack.fits(place):
+            break
+        pack.put(place)
+    return pack.places
+
+
+@policy("greedy")
+def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
+    """The oldest record, then whatever fits, by its share of the scarcer budget, largest first."""
+    pack = _Pack(waiting, budget)
+    pack.put(0)
+    size = (
+        waiting.tokens if goal.tokens_bind else [v * budget.max_tokens + t for t, v in zip(*waiting[:2], strict=True)]
+    )
+    for place in sorted(range(1, len(size)), key=lambda place: -size[place]):
+        if pack.fits(place):
+            pack.put(place)
+    return pack.places
+
+
+@policy("subset_sum")
+def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
+    """The goal's anchor, older records by age while the pack is far from full, then an exact search.
+
+    Among the subsets that fill the scarcer budget equally well, the one whose cost is nearest to the goal's is
+    taken; where tokens bind, a last exchange of two records with the same tiles fills the gap that is left.
+    """
+    pack = _Pack(waiting, budget)
+    pack.put(goal.anchor)
+    if goal.tokens_by_age > 0:
+        _fill_by_age(pack, goal)
+    _fill_by_search(pack, balance, goal)
+    if goal.tokens_bind or goal.target is None:
+        for place in pack.rest():
+            if pack.fits(place):
+                pack.put(place)
+    if goal.tokens_bind and pack.tokens < budget.max_tokens and budget.max_attention_cost is None:
+        _exchange(pack)
+    return pack.places
+
+
+def _fill_by_age(pack: _Pack, goal: Goal) -> None:
+    tokens, tiles = pack.waiting.tokens, pack.waiting.tiles
+    for place in range(len(tokens)):
+        if place != goal.anchor and (
+            pack.tokens + tokens[place] <= goal.tokens_by_age
+            and pack.tiles + tiles[place] <= goal.tiles_by_age
+            and pack.fits(place)
+        ):
+            pack.put(place)
+            if pack.tokens >= 0.9 * goal.tokens_by_age or pack.tiles >= 0.9 * goal.tiles_by_age:
+                break
+
+
+def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
+    tokens, tiles, squares = pack.waiting
+    budget = pack.budget
+    room_tokens, room_tiles = budget.max_tokens - pack.tokens, budget.max_tiles - pack.tiles
+    candidates = [p for p in pack.rest() if tokens[p] <= room_tokens and tiles[p] <= room_tiles]
+    if not candidates:
+        return
+    sums = SubsetSums([(tokens[p], tiles[p]) for p in candidates], room_tokens, room_tiles)
+    f = balance.figures
+    missing = None  # secondary cost that the search should add
+    if goal.target is not None:
+        attention = f["squares"] / f["samples"] * min(len(candidates), EXPECTED)
+        missing = goal.target - pack.squares - attention
+    slack = max(1, int(budget.max_tokens * FULL) // sums.step)
+    if goal.tokens_bind:
+        wanted = room_tiles if missing is None else missing / balance.tile_cost - pack.tiles
+        states = sums.full_rows(slack if missing is not None else 0, wanted)
+    else:
+        wanted = room_tokens if missing is None else missing / UNIT - pack.tokens
+        states = sums.full_columns(wanted, TRIES)
+
+    best: list[int] = []
+    nearest = None
+    found = top = 0
+    for tries, (row, column) in enumerate(states):
+        if tries >= 4 * TRIES or (found and (row < top - slack if goal.tokens_bind else column < top)):
+            break
+        subset = [candidates[place] for place in sums.subset(row, column)]
+        added = sum(map(tokens.__getitem__, subset))
+        if added > room_tokens:
+            continue
+        if budget.max_attention_cost is not None and (
+            pack.attention + sum(tokens[p] ** 2 for p in subset) > budget.max_attention_cost
+        ):
+            continue
+        if goal.target is None:
+            best = subset
+            break
+        secondary = pack.squares + sum(map(squares.__getitem__, subset))
+        if goal.tokens_bind:
+            secondary += (pack.tiles + column) * balance.tile_cost
+        else:
+            secondary += (pack.tokens + added) * UNIT
+        away = abs(secondary - goal.target)
+        if nearest is None or away < nearest:
+            best, nearest = subset, away
+        found += 1
+        top = max(top, row if goal.tokens_bind else column)
+        if found >= TRIES or away < goal.close:
+            break
+    for place in best:
+        pack.put(place)
+
+
+def _exchange(pack: _Pack) -> None:
+    """Exchange one record of the pack for a longer one with as many tiles, if one fits the gap best."""
+    tokens, tiles = pack.waiting.tokens, pack.waiting.tiles
+    gap = pack.budget.max_tokens - pack.tokens
+    by_tiles: dict[int, list[int]] = {}
+    for place in pack.rest():
+        by_tiles.setdefault(tiles[place], []).append(place)
+    best = 0
+    pair = None
+    for out in pack.places[1:]:
+        for into in by_tiles.get(tiles[out], ()):
+            gain = tokens[into] - tokens[out]
+            if best < gain <= gap:
+                best, pair = gain, (out, into)
+    if pair is not None:
+        pack.places.remove(pair[0])
+        pack.places.append(pair[1])
+        pack.tokens += best
