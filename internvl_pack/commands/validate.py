@@ -45,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _option(run_options, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
     _option(run_options, "dynamic_image_size", _boolean, True, "cut images into several tiles")
     _option(run_options, "use_thumbnail", _boolean, True, "add the whole image as one more tile")
+    _option(run_options, "min_num_frame", int, 8, "frames of a video at least")
+    _option(run_options, "max_num_frame", int, 32, "frames of a video at most")
     _option(run_options, "max_image_pixels", int, None, "width x height above which an image is refused")
     _flag(run_options, "allow_truncated_images", "accept images that are cut off or damaged")
     _option(run_options, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
@@ -130,6 +132,8 @@ def build_checker(args: argparse.Namespace) -> Checker:
         max_dynamic_patch=args.max_dynamic_patch,
         dynamic_image_size=args.dynamic_image_size,
         use_thumbnail=args.use_thumbnail,
+        min_num_frame=args.min_num_frame,
+        max_num_frame=args.max_num_frame,
         max_image_pixels=args.max_image_pixels if args.max_image_pixels is not None else ImageRules().max_image_pixels,
         allow_truncated_images=args.allow_truncated_images,
     )

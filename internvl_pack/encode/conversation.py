@@ -18,6 +18,7 @@ _ROLES = {"system": "system", "human": "human", "user": "human", "gpt": "gpt", "
 
 #: A placeholder (or a run of them) at the border of a line: where annotations put images, and prose rarely puts a tag.
 _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
+_VIDEO_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<video>|<video>[^\S\n]*$", re.MULTILINE)
 
 
 def turns_of(data: Mapping) -> list[tuple[str, str]]:
@@ -54,8 +55,6 @@ def image_names_of(data: Mapping) -> list[str]:
     """
     if data.get("images"):
         raise SampleError("image_field", "field 'images' is not read; name it 'image'")
-    if data.get("video"):
-        raise SampleError("video_unsupported", "field 'video' is not read")
     names = data.get("image")
     if names is None or names == "" or names == []:
         return []
@@ -83,6 +82,8 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
     if num_images == 0:
         if found and any(_AT_LINE_BORDER.search(text) for text in human):
             raise SampleError("placeholder_mismatch", f"{_counted(found, 'placeholder')} <image>, but no image")
+        if any(_VIDEO_AT_LINE_BORDER.search(text) for text in human):
+            raise SampleError("placeholder_mismatch", "a placeholder <video>, but no video")
         return [Turn(role, (text,)) for role, text in turns]
     if found == 0:
         for index, (role, text) in enumerate(turns):

@@ -17,6 +17,14 @@ from internvl_pack.encode.conversation import bind_images, image_names_of, turns
 from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, image_size_of
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
+from internvl_pack.encode.video import (
+    PlannedFrame,
+    decode_frames,
+    number_of_frames,
+    plan_clip,
+    video_of,
+    with_frame_lines,
+)
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.records import Record, Span
 
@@ -33,6 +41,7 @@ class EncodeConfig:
     min_dynamic_patch, max_dynamic_patch: tiles an image is cut into, thumbnail aside; several images of a sample share
         the maximum. A data set's own max_dynamic_patch takes precedence.
     dynamic_image_size: cut images into tiles at all; False squeezes each into one.
+    min_num_frame, max_num_frame: frames taken of a video, one tile each; see video.py.
     max_image_pixels: width x height above which an image is refused from its header.
     allow_truncated_images: accept damaged and cut-off image files, the missing part grey or black.
     apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
@@ -46,6 +55,8 @@ class EncodeConfig:
     max_dynamic_patch: int = 12
     use_thumbnail: bool = True
     dynamic_image_size: bool = True
+    min_num_frame: int = 8
+    max_num_frame: int = 32
     max_image_pixels: int = ImageRules().max_image_pixels
     allow_truncated_images: bool = False
     apply_exif_orientation: bool = True
@@ -56,6 +67,8 @@ class EncodeConfig:
             ("force_image_size", self.image_size),
             ("min_dynamic_patch", self.min_dynamic_patch),
             ("max_dynamic_patch", self.max_dynamic_patch),
+            ("min_num_frame", self.min_num_frame),
+            ("max_num_frame", self.max_num_frame),
             ("max_image_pixels", self.max_image_pixels),
         ):
             if value < 1:
@@ -64,6 +77,12 @@ class EncodeConfig:
         if self.min_dynamic_patch > self.max_dynamic_patch:
             raise UserError(
                 f"min_dynamic_patch={self.min_dynamic_patch} exceeds max_dynamic_patch={self.max_dynamic_patch}: "
+                "lower the first or raise the second"
+            )
+
+        if self.min_num_frame > self.max_num_frame:
+            raise UserError(
+                f"min_num_frame={self.min_num_frame} exceeds max_num_frame={self.max_num_frame}: "
                 "lower the first or raise the second"
             )
 
@@ -87,14 +106,14 @@ class Encoded:
 
     input_ids: (n,) int32.
     labels: (n,) int32, -100 where untrained, not shifted.
-    images: in the order of their blocks.
+    images: in the order of their blocks; of a video its frames.
     data_augment: re-compress the tiles when they are decoded.
     """
 
     record: Record
     input_ids: np.ndarray
     labels: np.ndarray
-    images: tuple[PlannedImage, ...] = ()
+    images: tuple[PlannedImage | PlannedFrame, ...] = ()
     data_augment: bool = False
 
 
@@ -144,10 +163,15 @@ class Encoder:
     def _encode(self, raw, spec) -> Encoded:
         turns = turns_of(raw.data)
         names = image_names_of(raw.data)
-        parts = self._template.layout(bind_images(turns, len(names)))
+        video = video_of(raw.data)
+        frames: tuple[PlannedFrame, ...] = ()
+        if video is not None:
+            frames = self._plan_frames(raw, *video)
+            turns = with_frame_lines(turns, len(frames))
+        parts = self._template.layout(bind_images(turns, len(frames) or len(names)))
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
-        images = self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
+        images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
         ids, counts = self._text.encode([part.value for part in parts if part.kind == "text"])
         return self._assemble(raw.sample_id, parts, ids, counts, images, bool(spec.data_augment))
 
@@ -169,6 +193,12 @@ class Encoder:
                 )
             images.append(PlannedImage(ref, size, grid))
         return tuple(images)
+
+    def _plan_frames(self, raw, name: str, clip: tuple[float, float] | None) -> tuple[PlannedFrame, ...]:
+        ref = raw.resolve(name)
+        part = plan_clip(ref, clip, self._rules.max_image_pixels)
+        count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
+        return tuple(PlannedFrame(ref, part, number, count) for number in range(count))
 
     def _assemble(
         self, sample_id: str, parts: list[Part], text_ids: np.ndarray, counts: list[int], images, data_augment: bool
@@ -244,20 +274,31 @@ class Encoder:
         shape = (tile_stop - tile_start, 3, size, size)
         tiles = np.empty(shape, dtype=np.uint8) if out is None else out
         assert tiles.shape == shape and tiles.dtype == np.uint8 and tiles.flags.c_contiguous
-        first = 0
+        sample_id = encoded.record.sample_id
+        inside, first = [], 0
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
-                part = tiles[first - tile_start : last - tile_start]
-                decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
-                if encoded.data_augment:
-                    recompress(part, encoded.record.sample_id, epoch, first)
+                inside.append(image)
+                if isinstance(image, PlannedImage):
+                    part = tiles[first - tile_start : last - tile_start]
+                    decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
+        if inside and isinstance(inside[0], PlannedFrame):  # of one video, a tile each
+            decode_frames(inside, sample_id, epoch, tiles, self._rules.max_image_pixels)
+        if encoded.data_augment:
+            recompress(tiles, sample_id, epoch, tile_start)
         return tiles
 
     def check_pixels(self, encoded: Encoded) -> None:
-        """Decode all images of a sample as `decode` does, without keeping a tile. Raises SampleError as it does."""
+        """Decode all images of a sample as `decode` does, without keeping a tile. Raises SampleError as it does.
+
+        Of a video, the frames of epoch 0.
+        """
+        if encoded.images and isinstance(encoded.images[0], PlannedFrame):
+            decode_frames(encoded.images, encoded.record.sample_id, 0, None, self._rules.max_image_pixels)
+            return
         for image in encoded.images:
             check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

@@ -9,13 +9,14 @@ Paths are handed to the system as UTF-8 bytes, so that a name outside ASCII is f
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import SampleError, UserError
 
@@ -50,6 +51,10 @@ class ImageRef(Protocol):
 
     def head(self, num_bytes: int) -> bytes:
         """The first bytes, at most `num_bytes`. Raises as `read`."""
+        ...
+
+    def open(self) -> BinaryIO:
+        """All bytes as a seekable file, for what is too large to be read at once. Raises as `read`."""
         ...
 
 
@@ -175,26 +180,36 @@ class FileRef:
     def head(self, num_bytes: int) -> bytes:
         return self._read(num_bytes)
 
-    def _read(self, limit: int | None) -> bytes:
-        """The file's first `limit` bytes; all for None."""
+    def open(self) -> BinaryIO:
+        fd, _ = self._open()
+        return os.fdopen(fd, "rb")
+
+    def _open(self) -> tuple[int, int]:
+        """(descriptor, size in bytes)"""
         try:
             # not blocking: a pipe by that name must not hang the worker before it is refused
             fd = os.open(system_path(self.path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-            try:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
-                    raise SampleError("image_not_a_file", f"{self.path!r} is a folder, pipe or device")
-                if found.st_size == 0:
-                    raise SampleError("image_empty", f"{self.path!r} has 0 bytes")
-                if limit is None and found.st_size > MAX_IMAGE_BYTES:
-                    raise SampleError("image_too_many_bytes", f"{self.path!r}: {found.st_size} bytes")
-                return pread_all(fd, found.st_size if limit is None else min(limit, found.st_size), 0)
-            finally:
-                os.close(fd)
-        except SampleError:
-            raise
         except (OSError, ValueError) as error:
             raise _sample_error(self.path, error) from None
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_size:
+            return fd, found.st_size
+        os.close(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise SampleError("image_not_a_file", f"{self.path!r} is a folder, pipe or device")
+        raise SampleError("image_empty", f"{self.path!r} has 0 bytes")
+
+    def _read(self, limit: int | None) -> bytes:
+        """The file's first `limit` bytes; all for None."""
+        fd, size = self._open()
+        try:
+            if limit is None and size > MAX_IMAGE_BYTES:
+                raise SampleError("image_too_many_bytes", f"{self.path!r}: {size} bytes")
+            return pread_all(fd, size if limit is None else min(limit, size), 0)
+        except OSError as error:
+            raise _sample_error(self.path, error) from None
+        finally:
+            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -217,18 +232,50 @@ class SliceRef:
     def head(self, num_bytes: int) -> bytes:
         return self._read(min(num_bytes, self.size))
 
-    def _read(self, num_bytes: int) -> bytes:
+    def open(self) -> BinaryIO:
+        if self.size == 0:
+            raise SampleError("image_empty", f"{self.name} has 0 bytes")
+        return io.BufferedReader(_Window(self), 1 << 16)
+
+    def _read(self, num_bytes: int, offset: int = 0) -> bytes:
+        """`num_bytes` from `offset` within the member."""
         if self.size == 0:
             raise SampleError("image_empty", f"{self.name} has 0 bytes")
         if num_bytes > MAX_IMAGE_BYTES:
             raise SampleError("image_too_many_bytes", f"{self.name}: {self.size} bytes")
         try:
-            data = read_at(self.path, self.stamp, self.offset, num_bytes)
+            data = read_at(self.path, self.stamp, self.offset + offset, num_bytes)
         except OSError as error:
             raise _sample_error(self.name, error) from None
         if len(data) < num_bytes:
             raise SampleError("image_unreadable", f"{self.name}: the shard ends inside it")
         return data
+
+
+class _Window(io.RawIOBase):
+    """A member of a shard as a file that is read by position."""
+
+    def __init__(self, ref: SliceRef) -> None:
+        self._ref = ref
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._ref.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), self._ref.size - self._position))
+        if count:
+            buffer[:count] = self._ref._read(count, self._position)
+            self._position += count
+        return count
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,298 @@
+"""`video` records: which frames are taken, and their pixels.
+
+    container's header -> number of frames and their rate -> n intervals (by sample id)     planning, no frame decoded
+    interval k of n -> one frame (by sample id, epoch and k) -> one tile                     decoding
+
+As InternVL samples: n is drawn from `min_num_frame` to `max_num_frame`, the video (or its `clip`) is cut into n equal
+intervals, and one random frame is taken of each. n must not change with the epoch, since lengths are planned once; the
+frames within their intervals do. A video with fewer frames than n gives all of them, each once.
+
+Needs PyAV (`pip install internvl-pack[video]`). ffmpeg opens no file and no address by itself: it reads from the
+reference that it is handed, and only as one of the formats below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from internvl_pack.encode.images import cut_tiles
+from internvl_pack.encode.tiles import ONE_TILE, TileGrid
+from internvl_pack.errors import SampleError, UserError
+
+#: Containers that hold their own data. Playlists and scripts, which name other files, are not among them.
+FORMATS = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,asf,ogg,gif,m4v,h264,hevc"
+SEEK_SECONDS = 2.0
+"""A frame that lies further ahead is sought by key frame, a nearer one decoded up to."""
+
+_PLACEHOLDER = "<video>"
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The part of a video that counts. `first`: its first frame; `frames`: how many; rate in frames a second.
+
+    `start` is the time of the video's frame 0 in its container, in seconds; `slack`: seconds by which the count of
+    frames may be wrong at the end, where the container gives a duration only.
+    """
+
+    first: int
+    frames: int
+    rate: float
+    start: float = 0.0
+    slack: float = 0.0
+
+    def time_of(self, frame: int) -> float:
+        """A moment, in the container's time, at which frame `frame` of the video is shown."""
+        return self.start + (frame + 0.5) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFrame:
+    """One of the n frames of a video, one tile. Which frame it is depends on the epoch, see `frame_index`."""
+
+    ref: Any
+    clip: Clip
+    number: int
+    count: int
+
+    @property
+    def grid(self) -> TileGrid:
+        return ONE_TILE
+
+    def frame_index(self, sample_id: str, epoch: int) -> int:
+        """The frame of the video that is shown in this epoch: one of interval `number` of `count` equal ones."""
+        first, stop = interval(self.clip.frames, self.number, self.count)
+        return self.clip.first + first + _draw(stop - first, sample_id, epoch, self.number)
+
+
+def interval(frames: int, number: int, count: int) -> tuple[int, int]:
+    """[first, stop) of interval `number` of `count` equal ones over `frames` frames; never empty if count <= frames."""
+    return frames * number // count, frames * (number + 1) // count
+
+
+def number_of_frames(clip: Clip, sample_id: str, min_frames: int, max_frames: int) -> int:
+    """n: drawn from min to max by sample id alone; not more than there are frames."""
+    return min(clip.frames, min_frames + _draw(max_frames - min_frames + 1, sample_id))
+
+
+def _draw(below: int, *seed: object) -> int:
+    """A number from 0 to below - 1 that is a function of `seed`."""
+    digest = hashlib.blake2b("\n".join(map(str, seed)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % below
+
+
+# --- the record
+
+
+def video_of(data: Mapping) -> tuple[str, tuple[float, float] | None] | None:
+    """(name, clip in seconds or None) of a record; None where it has no video.
+
+    Raises SampleError `video_field`, `video_clip`.
+    """
+    name = data.get("video")
+    if name in (None, "", []):
+        return None
+    if isinstance(name, list) and len(name) == 1:
+        name = name[0]
+    if not isinstance(name, str) or not name:
+        raise SampleError("video_field", "field 'video' is not a string; one video a sample is read")
+    if data.get("image"):
+        raise SampleError("video_field", "fields 'image' and 'video' are both filled; give one of them")
+    clip = data.get("clip")
+    if clip is None or clip == []:
+        return name, None
+    numbers = clip if isinstance(clip, list) and len(clip) == 2 else ()
+    good = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n)]
+    if len(good) != 2 or not 0 <= good[0] < good[1]:
+        raise SampleError("video_clip", f"field 'clip' is {str(clip)[:60]}, not [start, end] in seconds, start < end")
+    return name, (good[0], good[1])
+
+
+def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[tuple[str, str]]:
+    """The turns with `Frame-k: <image>` lines in place of `<video>`, or in front of the first human turn.
+
+    Raises SampleError `placeholder_mismatch`.
+    """
+    lines = "".join(f"Frame-{k}: <image>\n" for k in range(1, num_frames + 1))
+    found = sum(text.count(_PLACEHOLDER) for role, text in turns if role == "human")
+    if found > 1:
+        raise SampleError("placeholder_mismatch", f"{found} placeholders <video> in human turns for 1 video")
+    result, placed = [], False
+    for role, text in turns:
+        if role == "human" and not placed:
+            if found == 0:
+                text, placed = lines + text, True
+            elif _PLACEHOLDER in text:
+                before, after = text.split(_PLACEHOLDER)
+                text, placed = before + lines + after.removeprefix("\n"), True
+        result.append((role, text))
+    if not placed:
+        raise SampleError("placeholder_mismatch", "1 video, but no human turn to hold it")
+    return result
+
+
+# --- the container
+
+
+def plan_clip(ref, clip: tuple[float, float] | None, max_pixels: int) -> Clip:
+    """What a video's container says, cut to `clip` (start, end in seconds).
+
+    Args:
+        ref: a sources.ImageRef.
+        max_pixels: width x height above which the video is refused.
+
+    Raises:
+        SampleError: `video_missing`, `video_empty`, `video_not_a_video`, `video_corrupt`, `video_too_large`,
+            `video_clip`.
+        UserError: PyAV is not installed.
+    """
+    with _container(ref) as (container, stream):
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width < 1 or height < 1:
+            raise SampleError("video_corrupt", f"{ref.name} says its frames are {width} x {height} pixels")
+        if width * height > max_pixels:
+            detail = f"{ref.name} has frames of {width} x {height} pixels, more than max_image_pixels={max_pixels}"
+            raise SampleError("video_too_large", detail)
+        duration = _duration(container, stream)
+        frames, exact = stream.frames, stream.frames > 0
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        if not exact and duration and rate:
+            frames = round(duration * rate)
+        if frames < 1:  # no count and no duration in the header: walk the packets, without decoding
+            frames, exact = sum(1 for packet in container.demux(stream) if packet.size), True
+        if frames < 1:
+            raise SampleError("video_corrupt", f"{ref.name} holds no frame")
+        if exact and duration:
+            rate = frames / duration
+        rate = rate or 25.0
+        start = float(stream.start_time * stream.time_base) if stream.start_time is not None else 0.0
+    first = 0
+    if clip is not None:
+        first = int(clip[0] * rate)
+        if first >= frames:
+            raise SampleError("video_clip", f"{ref.name} lasts {frames / rate:.2f} s, the clip starts at {clip[0]:g} s")
+        frames = max(1, min(frames - first, int((clip[1] - clip[0]) * rate)))
+    slack = 0.0 if exact else max(2 / rate, 0.02 * (duration or 0))
+    return Clip(first, frames, rate, start, slack)
+
+
+def decode_frames(
+    planned: Sequence[PlannedFrame], sample_id: str, epoch: int, out: np.ndarray | None, max_pixels: int
+) -> None:
+    """The frames of one video, upright, each as one tile in `out`, (n, 3, size, size) uint8; None only checks them.
+
+    Raises SampleError `video_truncated`, `video_corrupt`, and as `plan_clip`.
+    """
+    ref, clip = planned[0].ref, planned[0].clip
+    indices = [frame.frame_index(sample_id, epoch) for frame in planned]
+    with _container(ref) as (container, stream):
+        stream.codec_context.thread_count = 1  # workers are processes, a core each
+        shown = _frames_at(container, stream, [clip.time_of(i) for i in indices], clip)
+        for place, (index, frame) in enumerate(zip(indices, shown, strict=False)):
+            if frame is None:
+                raise SampleError("video_truncated", f"{ref.name} ends before frame {index}, which its header promises")
+            if frame.is_corrupt:
+                raise SampleError("video_corrupt", f"{ref.name}: frame {index} is damaged")
+            if frame.width * frame.height > max_pixels:
+                raise SampleError("video_too_large", f"{ref.name}: frame {index} is {frame.width} x {frame.height}")
+            if out is not None:
+                pixels = np.ascontiguousarray(_upright(frame.to_ndarray(format="rgb24"), frame))
+                cut_tiles(pixels, ONE_TILE, out[place : place + 1])
+
+
+def _frames_at(container, stream, moments: Sequence[float], clip: Clip) -> Iterator[Any]:
+    """The frame that is shown at each of rising moments (container's time); None beyond the end."""
+    frames = _timed(container, stream, clip)
+    current, following = None, next(frames, None)
+    for moment in moments:
+        if following is not None and moment - following[0] > SEEK_SECONDS:
+            container.seek(max(0, int(moment / stream.time_base)), stream=stream, backward=True)
+            frames = _timed(container, stream, clip)
+            current, following = None, next(frames, None)
+            if following is None or following[0] > moment:  # a broken index: from the start, then
+                container.seek(0, stream=stream, backward=True)
+                frames = _timed(container, stream, clip)
+                following = next(frames, None)
+        while following is not None and following[0] <= moment:
+            current, following = following, next(frames, None)
+        if current is None:
+            current = following  # before the first frame
+        if following is None and (current is None or moment > current[0] + current[1] + clip.slack):
+            yield None
+            return
+        yield current[2]
+
+
+def _timed(container, stream, clip: Clip) -> Iterator[tuple[float, float, Any]]:
+    """(time, duration, frame) of the decoded frames; where the container gives none, by the rate."""
+    step = 1.5 / clip.rate
+    time = clip.start - 1 / clip.rate
+    for frame in container.decode(stream):
+        time = float(frame.pts * frame.time_base) if frame.pts is not None else time + 1 / clip.rate
+        lasts = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0.0
+        yield time, max(lasts, step), frame
+
+
+def _upright(pixels: np.ndarray, frame) -> np.ndarray:
+    """Turned as the container says: telephones store portraits sideways."""
+    turns = round((getattr(frame, "rotation", 0) or 0) / 90) % 4
+    return np.rot90(pixels, turns) if turns else pixels
+
+
+def _duration(container, stream) -> float:
+    """Seconds; 0 where unknown."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    return float(Fraction(container.duration, 1_000_000)) if container.duration else 0.0
+
+
+@contextmanager
+def _container(ref):
+    """(container, its first picture stream); everything that goes wrong inside is a SampleError by the video's name."""
+    try:
+        import av
+    except ImportError:
+        raise UserError(
+            f"{ref.name}: 'video' records need PyAV: pip install internvl-pack[video], or leave them out of the data"
+        ) from None
+    try:
+        with _opened(ref) as file:
+            try:
+                container = av.open(file, options={"format_whitelist": FORMATS, "err_detect": "explode"})
+            except (av.FFmpegError, ValueError) as error:
+                reason = "video_truncated" if isinstance(error, av.error.EOFError) else "video_not_a_video"
+                raise SampleError(reason, f"{ref.name} cannot be opened as a video: {_words(error)}") from None
+            with container:
+                pictures = [s for s in container.streams.video if s.codec_context is not None]
+                if not pictures:
+                    raise SampleError("video_not_a_video", f"{ref.name} holds no pictures that can be decoded")
+                pictures[0].codec_context.options = {"err_detect": "explode"}
+                yield container, pictures[0]
+    except SampleError as error:
+        if not error.reason.startswith("image_"):
+            raise
+        raise SampleError("video_" + error.reason.removeprefix("image_"), error.detail) from None
+    except (UserError, AssertionError):
+        raise
+    except MemoryError:
+        raise SampleError("video_too_large", f"{ref.name}: no memory for its frames") from None
+    except Exception as error:  # codecs raise whatever ffmpeg reports; one video must not end a worker
+        raise SampleError("video_corrupt", f"{ref.name}: {_words(error)}") from None
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
+
+
+def _opened(ref):
+    """A seekable file over the bytes of a reference."""
+    return ref.open() if hasattr(ref, "open") else io.BytesIO(ref.read())
