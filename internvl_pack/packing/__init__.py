@@ -1,1 +1,4 @@
-"""Which fragments share a row: budgets, packers, splitting, bounds, simulation. Imports neither torch nor transformers."""
+"""Which fragments share a row: budgets, packers, splitting, bounds, simulation.
+
+Imports neither torch nor transformers.
+"""

@@ -62,7 +62,7 @@ class CostModel:
         vision = config.get("vision_config")
         if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
             raise UserError(
-                "the config has no text_config (or llm_config) and vision_config: give a vision-language one"
+                "the config has no text_config (or llm_config) and vision_config: give a vision-language model's"
             )
         hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
         heads = _number(text, "num_attention_heads")

@@ -124,12 +124,21 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
         _fill_by_age(pack, goal)
     _fill_by_search(pack, balance, goal)
     if goal.tokens_bind or goal.target is None:
-        for place in pack.rest():
-            if pack.fits(place):
-                pack.put(place)
+        _top_up(pack)
     if goal.tokens_bind and pack.tokens < budget.max_tokens and budget.max_attention_cost is None:
         _exchange(pack)
     return pack.places
+
+
+def _top_up(pack: _Pack) -> None:
+    """Put in whatever still fits, oldest first."""
+    tokens, tiles, _ = pack.waiting
+    taken = set(pack.places)
+    room_tokens, room_tiles = pack.budget.max_tokens - pack.tokens, pack.budget.max_tiles - pack.tiles
+    for place, length in enumerate(tokens):
+        if length <= room_tokens and place not in taken and tiles[place] <= room_tiles and pack.fits(place):
+            pack.put(place)
+            room_tokens, room_tiles = room_tokens - length, room_tiles - tiles[place]
 
 
 def _fill_by_age(pack: _Pack, goal: Goal) -> None:
@@ -203,16 +212,15 @@ def _exchange(pack: _Pack) -> None:
     """Exchange one record of the pack for a longer one with as many tiles, if one fits the gap best."""
     tokens, tiles = pack.waiting.tokens, pack.waiting.tiles
     gap = pack.budget.max_tokens - pack.tokens
-    by_tiles: dict[int, list[int]] = {}
-    for place in pack.rest():
-        by_tiles.setdefault(tiles[place], []).append(place)
+    rest = pack.rest()
     best = 0
     pair = None
     for out in pack.places[1:]:
-        for into in by_tiles.get(tiles[out], ()):
-            gain = tokens[into] - tokens[out]
-            if best < gain <= gap:
-                best, pair = gain, (out, into)
+        same, least, most = tiles[out], tokens[out] + best, tokens[out] + gap
+        for into in rest:
+            if least < tokens[into] <= most and tiles[into] == same:
+                best, pair = tokens[into] - tokens[out], (out, into)
+                least = tokens[into]
     if pair is not None:
         pack.places.remove(pair[0])
         pack.places.append(pair[1])

@@ -15,6 +15,7 @@ cuts inside turns only the one that reaches furthest matters.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import pairwise
 
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Budget
@@ -105,7 +106,7 @@ def split(
             num_prefix_tokens=prefix if index else 0,
             num_context_tokens=context if start and layout.inside_text(start) else 0,
         )
-        for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+        for index, (start, stop) in enumerate(pairwise(cuts))
     ]
 
 
