@@ -195,13 +195,14 @@ def test_r12_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
     config = PackingConfig(max_packed_tokens=2048, num_lanes=4)
     (loader,) = make(meta, tokenizer, config, workers=4, persistent_workers=True)
     sizes = []
-    for epoch in range(3):
+    for epoch in range(4):
         loader.set_epoch(epoch)
         for number, _ in enumerate(loader):
             if number == 120:
                 break
         sizes.append(sum(_private_bytes(w.pid) for w in loader._iterator._workers))
-    assert sizes[2] - sizes[0] < 24 * 2**20, f"private memory of four workers by epoch: {sizes}"
+    # The first epoch warms up: caches of words and grids, which are bounded.
+    assert sizes[3] - sizes[1] < 16 * 2**20, f"private memory of four workers by epoch: {sizes}"
 
 
 def _private_bytes(pid: int) -> int:
