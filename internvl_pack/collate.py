@@ -78,6 +78,8 @@ def packed_collate_fn(
     image_size: int = 448,
     loss_reduction: str = "token",
     pad_to: int | Sequence[int] | None = None,
+    pad_seq_to_mult: int = 1,
+    pad_cu_seqlens_to: int | None = None,
     image_token_id: int | None = None,
 ) -> dict[str, Any]:
     """One or more packs flattened into one row of N tokens with S segments, T tiles.
@@ -88,6 +90,9 @@ def packed_collate_fn(
         loss_reduction: `token`, `sample` or `square`; see loss.py.
         pad_to: pad the row with one isolated, unlabelled segment to this length (strict mode), or to
             the smallest of several lengths that holds it.
+        pad_seq_to_mult: pad every segment to a multiple of this many tokens, as context parallelism and
+            FP8 want; the pads are unlabelled and come after all tokens that could see them.
+        pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
         image_token_id: of the tokens that image features replace; given, they are counted.
 
     Returns:
@@ -95,6 +100,11 @@ def packed_collate_fn(
         loss_weight: float32 (1, N), of each token as a target; 0 where not trained.
         cu_seqlens: int32 (S+1,), strictly increasing from 0 to N, pad segment included.
         max_seqlen: int.
+        cu_seqlens_padded: with `pad_seq_to_mult` above 1 only, also where nothing had to be padded: where the
+            segments lie in the row, from 0 to N, each a multiple. `cu_seqlens` then are the boundaries without the pads
+            within segments, of tokens that count, and end before N; `max_seqlen` is of the padded ones.
+        cu_seqlens_static: int32 (pad_cu_seqlens_to,), with that option only: where the segments lie in the row, the
+            last boundary N repeated. Empty segments: for kernels that allow them, which `cu_seqlens` never asks.
         pixel_values: uint8 (T, 3, image_size, image_size); image_offsets: int32 (images+1,);
         segment_tile_offsets: int32 (S+1,).
         sample_ids: list of S strings; `<pad>` and `<filler>` mark segments that are no sample.
@@ -106,7 +116,8 @@ def packed_collate_fn(
         rows: lane, state and events of each pack, for the loader.
 
     Raises:
-        ValueError: no rows, an empty segment, or a row longer than `pad_to` or than int32 boundaries hold.
+        ValueError: no rows, an empty segment, a row longer than `pad_to` or than int32 boundaries hold, or more
+            segments than `pad_cu_seqlens_to` has room for.
     """
     if not rows:
         raise ValueError("packed_collate_fn got no rows: a batch needs at least one pack")
@@ -122,25 +133,26 @@ def packed_collate_fn(
     num_real_tokens = sum(lengths)
     if not segments:
         lengths, ids, fragments = [FILLER_TOKENS], [FILLER_ID], [(0, 1)]
-    target = padded_length(sum(lengths), pad_to)
-    if target > sum(lengths):
+    padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
+    target = padded_length(sum(padded), pad_to)
+    if target > sum(padded):
         ids.append(PAD_ID)
         fragments.append((0, 1))
-        lengths.append(target - sum(lengths))
+        lengths.append(target - sum(padded))
+        padded.append(target - sum(padded))
     if target > INT32_MAX:
         raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
 
-    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+    places = _offsets(padded)  # where the segments lie
     input_ids = np.full(target, pad_token_id, dtype=np.int64)
     labels = np.full(target, IGNORE_INDEX, dtype=np.int64)
     weights = np.zeros(target, dtype=np.float32)
-    for s, start in zip(segments, cu_seqlens.tolist(), strict=False):
+    for s, start in zip(segments, places.tolist(), strict=False):
         stop = start + len(s.input_ids)
         input_ids[start:stop] = s.input_ids
         labels[start + 1 : stop] = s.labels[1:]  # nothing before it in the segment predicts the first token
         weights[start:stop] = token_weights(labels[start:stop], loss_reduction, s.num_loss_tokens)
-    position_ids = np.arange(target, dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+    position_ids = np.arange(target, dtype=np.int64) - np.repeat(places[:-1].numpy().astype(np.int64), padded)
 
     tiles = [s.tiles for s in segments if len(s.tiles)]
     tile_counts = [len(s.tiles) for s in segments] + [0] * (len(lengths) - len(segments))
@@ -155,8 +167,8 @@ def packed_collate_fn(
         "labels": torch.from_numpy(labels)[None],
         "position_ids": torch.from_numpy(position_ids)[None],
         "loss_weight": torch.from_numpy(weights)[None],
-        "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "max_seqlen": max(lengths),
+        "cu_seqlens": _offsets(lengths),
+        "max_seqlen": max(padded),
         "pixel_values": pixels,
         "image_offsets": _offsets(image_counts),
         "segment_tile_offsets": _offsets(tile_counts),
@@ -172,6 +184,10 @@ def packed_collate_fn(
         "sum_squared_lengths": sum(len(s.input_ids) ** 2 for s in segments),
         "rows": [_without_data(row) for row in rows],
     }
+    if pad_seq_to_mult > 1:
+        batch["cu_seqlens_padded"] = places
+    if pad_cu_seqlens_to is not None:
+        batch["cu_seqlens_static"] = _static(places, pad_cu_seqlens_to)
     if image_token_id is not None:
         batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
     return batch
@@ -245,6 +261,20 @@ def padded_length(num_tokens: int, pad_to: int | Sequence[int] | None) -> int:
             f"pad_to must be a multiple of max_packed_tokens"
         )
     return min(fitting)
+
+
+def row_boundaries(batch: dict[str, Any]) -> torch.Tensor:
+    """Where the segments of a packed batch lie in its row: int32 (S+1,), from 0 to N."""
+    return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+
+
+def _static(places: torch.Tensor, count: int) -> torch.Tensor:
+    if len(places) > count:
+        raise ValueError(
+            f"a row of {len(places) - 1} segments (pads included) needs {len(places)} boundaries: raise "
+            f"pad_cu_seqlens_to from {count}"
+        )
+    return torch.cat([places, places[-1:].expand(count - len(places))])
 
 
 def filler_row() -> PackRow:

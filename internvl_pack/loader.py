@@ -66,7 +66,10 @@ class PackLoader(StatefulDataLoader):
     Attributes:
         ledger: what happened to every sample of this rank's lanes in this epoch, as delivered.
         events: samples that left since `take_events` was last called.
+        way: how its rows are made, one of combinations.py; only told in reports.
     """
+
+    way = "stream"
 
     def __init__(
         self,
@@ -273,6 +276,8 @@ def build_loader(
     num_workers: int = 0,
     loss_reduction: str = "token",
     pad_to: int | None = None,
+    pad_seq_to_mult: int = 1,
+    pad_cu_seqlens_to: int | None = None,
     pin_memory: bool = False,
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
@@ -285,17 +290,28 @@ def build_loader(
         num_workers: reader processes; ranks x workers x packs_per_batch must divide the lanes.
         loss_reduction: `token`, `sample` or `square`.
         pad_to: pad each row to this many tokens (strict mode).
+        pad_seq_to_mult: pad each segment to a multiple of this many tokens; it must divide the multiple
+            (`pad_to_multiple_of`) by which the dataset's packs were filled.
+        pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
         pin_memory, persistent_workers, prefetch_factor, timeout: as torch's DataLoader.
 
     Raises:
-        UserError: the readers do not divide the lanes; lists the counts that do.
+        UserError: the readers do not divide the lanes (lists the counts that do), or rows would exceed the budget.
     """
+    if dataset.config.pad_to_multiple_of % pad_seq_to_mult:
+        raise UserError(
+            f"pad_seq_to_mult {pad_seq_to_mult} does not divide pad_to_multiple_of "
+            f"{dataset.config.pad_to_multiple_of}, which budgets are counted with: rows would exceed them; set both to "
+            "the same number"
+        )
     collate = partial(
         packed_collate_fn,
         pad_token_id=dataset.encoder.pad_token_id,
         image_size=dataset.encoder.config.image_size,
         loss_reduction=loss_reduction,
         pad_to=pad_to,
+        pad_seq_to_mult=pad_seq_to_mult,
+        pad_cu_seqlens_to=pad_cu_seqlens_to,
         image_token_id=dataset.encoder.image_context_id,
     )
     return PackLoader(

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
+from internvl_pack.combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 
@@ -105,6 +106,8 @@ class DataTrainingArguments:
     use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
     min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.")
     max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
+    min_num_frame: int = option(8, "Frames taken of a video at least.")
+    max_num_frame: int = option(32, "Frames taken of a video at most; the number is drawn for each sample.")
     max_image_pixels: int = option(
         2**26, "Width x height above which an image is refused from its header; decoding needs up to 32 bytes a pixel."
     )
@@ -114,11 +117,24 @@ class DataTrainingArguments:
         "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
     )
     use_packed_ds: bool = option(False, "Pack several samples into one row instead of padding each.")
+    packing: str | None = option(
+        None,
+        "How rows are packed: stream (planned while training), in_batch (the samples of a micro-batch in one row) or "
+        "preset (planned before by internvl-pack plan). Default: stream with --use_packed_ds True, else not at all.",
+    )
+    preset_path: str | None = option(None, "With --packing preset: the folder that internvl-pack plan wrote.")
     max_packed_tokens: int = option(8192, "Token budget of a row.")
     num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.")
     max_buffer_size: int = option(64, "Look-ahead of the packer, records a lane (records, not decoded samples).")
     strict_mode: bool = option(
         False, "Pad each row to max_packed_tokens with one isolated, unlabelled segment, so that all have one shape."
+    )
+    pad_to_max_length: bool = option(False, "The same as --strict_mode: rows of one static shape.")
+    pad_seq_to_mult: int = option(
+        1, "Pad each sample of a row to a multiple of this many tokens, as context parallelism and FP8 want."
+    )
+    pad_cu_seqlens_to: int | None = option(
+        None, "Also give the boundaries of each row at this constant length (cu_seqlens_static), for CUDA graphs."
     )
     loss_reduction: Literal["token", "sample", "square"] = option(
         "token", "A supervised token of a sample with n of them weighs 1, 1/n or 1/sqrt(n)."
@@ -176,8 +192,26 @@ class DataTrainingArguments:
                 f"--min_dynamic_patch {self.min_dynamic_patch} and --max_dynamic_patch {self.max_dynamic_patch}: "
                 "give at least 1 and not more than the maximum"
             )
+        if self.packing is not None:
+            if self.packing not in PACKED_WAYS:
+                raise UserError(f"--packing {self.packing}: use one of {', '.join(PACKED_WAYS)}")
+            self.use_packed_ds = True
+        if self.pad_seq_to_mult < 1:
+            raise UserError(f"--pad_seq_to_mult {self.pad_seq_to_mult}: give at least 1 token")
+        if self.pad_cu_seqlens_to is not None and self.pad_cu_seqlens_to < 2:
+            raise UserError(f"--pad_cu_seqlens_to {self.pad_cu_seqlens_to}: give at least 2 boundaries")
         if self.log_freq < 0:
             raise UserError(f"--log_freq {self.log_freq}: give optimizer steps, or 0 for the end only")
+
+    @property
+    def way(self) -> str:
+        """How rows are made: padded, stream, in_batch or preset."""
+        return self.packing or (STREAM if self.use_packed_ds else PADDED)
+
+    @property
+    def static_rows(self) -> bool:
+        """Whether every row is padded to its budget."""
+        return self.strict_mode or self.pad_to_max_length
 
     def tokens_per_tile(self, patch_size: int) -> int:
         """Tokens of one tile: (force_image_size / patch * down_sample_ratio)^2.
@@ -193,25 +227,32 @@ class DataTrainingArguments:
             )
         return round(side) ** 2
 
-    def packing_config(self, seed: int) -> PackingConfig:
-        """Budgets and order. Without packing the same budgets bound a sample, so that both ways train the same data."""
+    def packing_config(self, seed: int, samples_per_row: int = 1) -> PackingConfig:
+        """Budgets and order.
+
+        Without packing the same budgets bound a sample, so that both ways train the same data. With in_batch each of
+        the `samples_per_row` samples has its share of the row's, so that no micro-batch exceeds it.
+        """
         max_seq_length = self.max_seq_length
         max_packed_tokens = self.max_packed_tokens
-        if not self.use_packed_ds:
+        max_tiles = self.num_images_expected
+        if self.way == PADDED:
             max_packed_tokens = max_seq_length or PADDED_MAX_SEQ_LENGTH
+        elif self.way == IN_BATCH:
+            max_packed_tokens, max_tiles = max_packed_tokens // samples_per_row, max_tiles // samples_per_row
         return PackingConfig(
             max_packed_tokens=max_packed_tokens,
-            num_images_expected=self.num_images_expected,
+            num_images_expected=max_tiles,
             max_seq_length=max_seq_length,
             max_buffer_size=self.max_buffer_size,
             packing_policy=self.packing_policy,
             oversize=self.oversize,
             repeat_system_prompt=self.repeat_system_prompt,
             max_attention_cost=self.max_attention_cost,
-            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult),
             balance_reservoir=self.balance_reservoir,
             num_lanes=self.num_lanes,
-            packing=self.use_packed_ds,
+            packing=self.way in (STREAM, PRESET),
             seed=seed,
             replacement=self.replacement,
             use_data_resampling=self.use_data_resampling,
@@ -231,6 +272,8 @@ class DataTrainingArguments:
             max_dynamic_patch=self.max_dynamic_patch,
             use_thumbnail=self.use_thumbnail,
             dynamic_image_size=self.dynamic_image_size,
+            min_num_frame=self.min_num_frame,
+            max_num_frame=self.max_num_frame,
             max_image_pixels=self.max_image_pixels,
             allow_truncated_images=self.allow_truncated_images,
             apply_exif_orientation=self.apply_exif_orientation,
@@ -261,7 +304,8 @@ class PackTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults that packing needs, checked at start."""
 
     per_device_train_batch_size: int = option(
-        1, "Packs flattened into one row with packing, samples a padded batch without."
+        1,
+        "Packs flattened into one row; with --packing in_batch samples of a row, without packing samples of a batch.",
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches of each rank in one optimizer step.")
     average_tokens_across_devices: bool = option(False, "Must stay False: the loss is already exact over all ranks.")

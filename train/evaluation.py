@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from internvl_pack.collate import row_boundaries
+
 SampleSums = dict[str, tuple[float, int]]  # sample id -> (sum of cross-entropy in nats, number of targets)
 
 
 def add_sample_losses(sums: SampleSums, batch: dict[str, Any], losses: torch.Tensor, positions: torch.Tensor) -> None:
     """Add a row's target losses (M,) at flat positions (M,) to the sums of their samples."""
-    cu_seqlens = batch["cu_seqlens"].to(torch.int64).cpu()
+    cu_seqlens = row_boundaries(batch).to(torch.int64).cpu()
     segments = torch.bucketize(positions.cpu(), cu_seqlens, right=True) - 1
     count = len(cu_seqlens) - 1
     totals = torch.zeros(count, dtype=torch.float64).index_add_(0, segments, losses.double().cpu())

@@ -103,6 +103,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     import torch
     from transformers import set_seed
 
+    from internvl_pack.combinations import check_combinations
     from internvl_pack.model.build import build_model
     from internvl_pack.model.kernels import select_kernel
     from train import progress
@@ -111,9 +112,11 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.sample_log import SampleLog
     from train.trainer import PackTrainer
 
+    check_combinations(data_args.way, {**vars(args), **vars(data_args)})
     compute_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     kernel = select_kernel(model_args.attn_kernel, args.device, compute_dtype)
-    packing = data_args.packing_config(seed=args.seed if args.data_seed is None else args.data_seed)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
@@ -180,20 +183,26 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         UserError: the data, the budgets or the topology do not fit.
     """
     from internvl_pack.collate import padded_collate_fn
+    from internvl_pack.combinations import IN_BATCH, PRESET, STREAM
     from internvl_pack.config import auto_lanes
     from internvl_pack.dataset import PackedDataset
+    from internvl_pack.in_batch import in_batch_collate_fn
     from internvl_pack.loader import PackLoader, build_loader
+    from internvl_pack.preset_dataset import PresetDataset
 
-    dataset = PackedDataset.from_meta(
-        data_args.meta_path,
-        tokenizer,
-        config,
-        encode=data_args.encode_config(patch_size(model_args)),
-        rank=args.process_index,
-        world_size=args.world_size,
-    )
+    options = {
+        "encode": data_args.encode_config(patch_size(model_args)),
+        "rank": args.process_index,
+        "world_size": args.world_size,
+    }
+    if data_args.way == PRESET:
+        dataset: PackedDataset = PresetDataset.open(
+            data_args.preset_path, data_args.meta_path, tokenizer, config, **options
+        )
+    else:
+        dataset = PackedDataset.from_meta(data_args.meta_path, tokenizer, config, **options)
     packs, workers = args.per_device_train_batch_size, args.dataloader_num_workers
-    if config.num_lanes is None:
+    if dataset.config.num_lanes is None:
         # Lanes are fixed for a run: one that goes on keeps those it began with.
         saved = saved_lanes(checkpoint)
         dataset.num_lanes = saved or auto_lanes(dataset.num_positions, args.world_size, workers, packs)
@@ -204,9 +213,16 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor if workers else None,
     }
-    if data_args.use_packed_ds:
-        pad_to = data_args.max_packed_tokens * packs if data_args.strict_mode else None
-        return build_loader(dataset, loss_reduction=data_args.loss_reduction, pad_to=pad_to, **feeding)
+    per_row = 1 if data_args.way == IN_BATCH else packs
+    padding = {
+        "pad_to": data_args.max_packed_tokens * per_row if data_args.static_rows else None,
+        "pad_seq_to_mult": data_args.pad_seq_to_mult,
+        "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
+    }
+    if data_args.way in (STREAM, PRESET):
+        loader = build_loader(dataset, loss_reduction=data_args.loss_reduction, **padding, **feeding)
+        loader.way = data_args.way
+        return loader
     collate = partial(
         padded_collate_fn,
         pad_token_id=dataset.encoder.pad_token_id,
@@ -214,7 +230,12 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         loss_reduction=data_args.loss_reduction,
         image_token_id=dataset.encoder.image_context_id,
     )
-    return PackLoader(dataset, collate_fn=collate, **feeding)
+    if data_args.way == IN_BATCH:
+        budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}
+        collate = partial(in_batch_collate_fn, **collate.keywords, **budget, **padding)
+    loader = PackLoader(dataset, collate_fn=collate, **feeding)
+    loader.way = data_args.way
+    return loader
 
 
 def make_eval_loader(data_args: Any, args: Any, loader: Any) -> Any:

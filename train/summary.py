@@ -39,7 +39,8 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     packs = total.get("num_packs", 0.0)
     return {
-        "packed": config.packing,
+        "packed": trainer.loader.way != "padded",
+        "packing": trainer.loader.way,
         "ranks": trainer.loader.packed_dataset.world_size,
         "zero_stage": zero_stage,
         "device": str(trainer.args.device.type),
@@ -78,7 +79,7 @@ def write(summary: dict[str, Any], output_dir: str | Path) -> Path:
 def lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
     """The summary as people read it at the end of a run."""
     speed = summary["tokens_per_s"]
-    way = "packed" if summary["packed"] else "padded"
+    way = f"packed ({summary['packing']})" if summary["packed"] else "padded"
     return [
         f"{summary['steps']} optimizer steps on {summary['ranks']} ranks, {way}, {summary['packs']:,} rows of "
         f"{summary['samples_per_pack']:.1f} samples, token fill {summary['token_fill']:.1%}, "

@@ -47,6 +47,7 @@ MODEL_KEYS = (
     "position_ids",
     "loss_weight",
     "cu_seqlens",
+    "cu_seqlens_padded",
     "max_seqlen",
     "pixel_values",
     "image_offsets",
@@ -231,7 +232,7 @@ class PackTrainer(Trainer):
         return {
             # Boundaries stay on the host, where the model checks them without waiting for the device.
             key: value.to(self.args.device, non_blocking=True)
-            if isinstance(value, torch.Tensor) and key != "cu_seqlens"
+            if isinstance(value, torch.Tensor) and not key.startswith("cu_seqlens")
             else value
             for key, value in inputs.items()
             if key in MODEL_KEYS

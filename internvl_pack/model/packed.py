@@ -123,6 +123,7 @@ class PackedModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_weight: torch.Tensor | None = None,
@@ -140,6 +141,8 @@ class PackedModel(nn.Module):
                 padded on the right, with `attention_mask` and without `cu_seqlens`.
             cu_seqlens: int32 (S+1,), and max_seqlen, an int; validated here where it is on the host, by
                 the collator otherwise.
+            cu_seqlens_padded: like cu_seqlens, where segments carry pads of their own (pad_seq_to_mult): where they lie
+                in the row. Attention is causal, so no token sees the pads after it.
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
             loss_normalizer: what the weighted sum is divided by, None for this batch's own sum of weights.
@@ -151,6 +154,8 @@ class PackedModel(nn.Module):
             ValueError: shapes, boundaries or image tokens that do not fit together.
         """
         _check_shapes(input_ids, position_ids=position_ids, labels=labels, loss_weight=loss_weight)
+        if cu_seqlens_padded is not None:
+            cu_seqlens = cu_seqlens_padded
         if cu_seqlens is not None:
             self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask)
             cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)

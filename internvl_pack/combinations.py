@@ -1,0 +1,134 @@
+"""Which options do not go together, and why: one table, looked at before anything is loaded.
+
+The ways to make rows, by `--packing`:
+
+    padded     one sample a row, padded; for comparison
+    stream     packs are planned while training reads the data
+    in_batch   the samples of a micro-batch in one row; nothing is planned
+    preset     packs were planned by `internvl-pack plan`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UserError
+
+PADDED, STREAM, IN_BATCH, PRESET = "padded", "stream", "in_batch", "preset"
+PACKED_WAYS = (STREAM, IN_BATCH, PRESET)
+#: Options of the packer, with the values that leave it alone.
+PACKER_OPTIONS = {"packing_policy": "subset_sum", "max_buffer_size": 64, "balance_reservoir": 0}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Options that do not go together.
+
+    Attributes:
+        ways: the values of packing that it is about.
+        given: whether the options break it.
+        why: what to say, a format string over the options and `packing`.
+    """
+
+    ways: tuple[str, ...]
+    given: Callable[[Mapping[str, Any]], bool]
+    why: str
+
+
+def _changed(name: str, default: Any) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda o: o[name] != default
+
+
+def _share(o: Mapping[str, Any], name: str) -> int:
+    return o[name] // max(1, o["per_device_train_batch_size"])
+
+
+def _tiles_of_one_image(o: Mapping[str, Any]) -> int:
+    if not o["dynamic_image_size"]:
+        return 1
+    tiles = o["max_dynamic_patch"]
+    return tiles + 1 if o["use_thumbnail"] and tiles > 1 else tiles
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        (IN_BATCH,),
+        lambda o: o["per_device_train_batch_size"] < 2,
+        "--packing in_batch with --per_device_train_batch_size 1: a row of one sample is not packed; give 2 or more, "
+        "or use --packing stream, which fills rows by itself",
+    ),
+    Rule(
+        (STREAM, IN_BATCH, PADDED),
+        lambda o: o["preset_path"] is not None,
+        "--preset_path with --packing {packing}: the packs of a preset would be packed again or taken apart; "
+        "use --packing preset, or leave --preset_path out",
+    ),
+    Rule(
+        (PRESET,),
+        lambda o: o["preset_path"] is None,
+        "--packing preset needs --preset_path: the folder that internvl-pack plan wrote",
+    ),
+    *(
+        Rule(
+            (IN_BATCH,),
+            _changed(name, default),
+            f"--{name} with --packing in_batch: rows are the sampler's micro-batches, nothing is planned; leave it "
+            "out, or use --packing stream",
+        )
+        for name, default in {**PACKER_OPTIONS, "max_attention_cost": None}.items()
+    ),
+    *(
+        Rule(
+            (PRESET,),
+            _changed(name, default),
+            f"--{name} with --packing preset: it was decided when the packs were planned; leave it out, or give it to "
+            "internvl-pack plan",
+        )
+        for name, default in {**PACKER_OPTIONS, "num_lanes": None}.items()
+    ),
+    Rule(
+        (IN_BATCH,),
+        lambda o: (o["max_seq_length"] or 0) * o["per_device_train_batch_size"] > o["max_packed_tokens"],
+        "--max_seq_length {max_seq_length} x --per_device_train_batch_size {per_device_train_batch_size} exceeds "
+        "--max_packed_tokens {max_packed_tokens}: a micro-batch of long samples would not fit its row; raise the last",
+    ),
+    Rule(
+        (IN_BATCH,),
+        lambda o: _share(o, "num_images_expected") < _tiles_of_one_image(o),
+        "--num_images_expected {num_images_expected} leaves each of {per_device_train_batch_size} samples of a row "
+        "fewer tiles than one image may have (--max_dynamic_patch {max_dynamic_patch}): raise it, or lower the others",
+    ),
+    *(
+        Rule(
+            (PADDED,),
+            _changed(name, default),
+            f"--{name} without packing: it is about packed rows; leave it out, or use --packing stream",
+        )
+        for name, default in {"pad_seq_to_mult": 1, "pad_cu_seqlens_to": None, "pad_to_max_length": False}.items()
+    ),
+    Rule(
+        PACKED_WAYS,
+        lambda o: o["pad_cu_seqlens_to"] is not None and not (o["pad_to_max_length"] or o["strict_mode"]),
+        "--pad_cu_seqlens_to without --pad_to_max_length: rows whose lengths differ have no static shape",
+    ),
+    Rule(
+        PACKED_WAYS,
+        lambda o: o["max_packed_tokens"] % max(1, o["pad_seq_to_mult"]) != 0 and bool(o["pad_to_max_length"]),
+        "--pad_to_max_length with --pad_seq_to_mult {pad_seq_to_mult}: --max_packed_tokens {max_packed_tokens} is no "
+        "multiple of it, so the pad at the end would not be either",
+    ),
+)
+
+
+def check_combinations(packing: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError naming the first options that do not go together.
+
+    Args:
+        packing: one of the ways above.
+        options: of the data and of the training, by name.
+    """
+    for rule in RULES:
+        if packing in rule.ways and rule.given(options):
+            raise UserError(rule.why.format(packing=packing, **options))
