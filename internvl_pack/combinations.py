@@ -131,4 +131,4 @@ def check_combinations(packing: str, options: Mapping[str, Any]) -> None:
     """
     for rule in RULES:
         if packing in rule.ways and rule.given(options):
-            raise UserError(rule.why.format(packing=packing, **options))
+            raise UserError(rule.why.format(**{**options, "packing": packing}))

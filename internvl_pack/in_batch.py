@@ -50,7 +50,9 @@ def in_batch_collate_fn(
     tiles = sum(len(s.tiles) for s in segments)
     _check("max_packed_tokens", "tokens", tokens, max_packed_tokens, segments, [len(s.input_ids) for s in segments])
     _check("num_images_expected", "tiles", tiles, num_images_expected, segments, [len(s.tiles) for s in segments])
-    return packed_collate_fn(rows, **options)
+    batch = packed_collate_fn(rows, **options)
+    batch["num_packs"] = int(bool(segments))  # one row, however many samples
+    return batch
 
 
 def sample_segment(sample: Mapping[str, Any], number: int = 0) -> Segment:

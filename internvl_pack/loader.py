@@ -67,9 +67,11 @@ class PackLoader(StatefulDataLoader):
         ledger: what happened to every sample of this rank's lanes in this epoch, as delivered.
         events: samples that left since `take_events` was last called.
         way: how its rows are made, one of combinations.py; only told in reports.
+        row_budget: (tokens, tiles) that a row may hold, where that is not the dataset's budget of a pack.
     """
 
     way = "stream"
+    row_budget: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -101,6 +103,12 @@ class PackLoader(StatefulDataLoader):
                 snapshot_every_n_steps=2**31,
                 **options,
             )
+
+    @property
+    def budget(self) -> tuple[int, int]:
+        """Tokens and tiles of a row of one pack."""
+        config = self.packed_dataset.config
+        return self.row_budget or (config.max_packed_tokens, config.num_images_expected)
 
     @property
     def epoch(self) -> int:

@@ -235,6 +235,8 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
         collate = partial(in_batch_collate_fn, **collate.keywords, **budget, **padding)
     loader = PackLoader(dataset, collate_fn=collate, **feeding)
     loader.way = data_args.way
+    if data_args.way == IN_BATCH:
+        loader.row_budget = (data_args.max_packed_tokens, data_args.num_images_expected)
     return loader
 
 

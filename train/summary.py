@@ -35,7 +35,8 @@ def tokens_per_second(step_times: Sequence[tuple[float, float]], warm_up: int = 
 
 def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str) -> dict[str, Any]:
     """The run's figures as JSON values. All counts are over all ranks; fills are shares of the budgets used."""
-    total, config = trainer.metrics.total, trainer.loader.packed_dataset.config
+    total = trainer.metrics.total
+    max_tokens, max_tiles = trainer.loader.budget
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     packs = total.get("num_packs", 0.0)
     return {
@@ -48,15 +49,15 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
         "attn_kernel": attn_kernel,
         "steps": trainer.state.global_step,
         "epochs": len(trainer.epoch_ledgers),
-        "max_packed_tokens": config.max_packed_tokens,
-        "num_images_expected": config.num_images_expected,
+        "max_packed_tokens": max_tokens,
+        "num_images_expected": max_tiles,
         "packs": int(packs),
         "num_real_tokens": int(total.get("num_real_tokens", 0)),
         "num_tokens": int(total.get("num_tokens", 0)),
         "num_loss_tokens": int(total.get("num_loss_tokens", 0)),
         "num_tiles": int(total.get("num_tiles", 0)),
         "token_fill": _share(total.get("num_real_tokens", 0), total.get("capacity", 0)),
-        "tile_fill": _share(total.get("num_tiles", 0), packs * config.num_images_expected),
+        "tile_fill": _share(total.get("num_tiles", 0), packs * max_tiles),
         "samples_per_pack": _share(total.get("num_samples", 0), packs),
         "samples_in": ledger.samples_in,
         "samples_packed": ledger.samples_packed,

@@ -400,6 +400,7 @@ class StepMetrics:
 
     def __init__(self, loader: PackLoader, args: Any) -> None:
         self._config = loader.packed_dataset.config
+        self._max_tiles = loader.budget[1]
         self._tokens_per_tile = loader.packed_dataset.encoder.config.tokens_per_tile
         self._ranks = loader.packed_dataset.world_size
         self._sums: dict[str, float] = {}
@@ -435,7 +436,7 @@ class StepMetrics:
         elapsed = time.perf_counter() - self._started
         sums, steps = self._sums, self._steps
         self._sums, self._steps, self._started = {}, 0, time.perf_counter()
-        tile_capacity = sums["num_packs"] * self._config.num_images_expected
+        tile_capacity = sums["num_packs"] * self._max_tiles
         return {
             "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._ranks,
             "samples_per_s": sums["num_samples"] / elapsed,
