@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .buffers import TileBuffers
 from .collate import PackRow, Segment
 from .encode.sample import Encoded
 from .errors import SampleError, UserError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from .dataset import PackedDataset
 
 ALL_BAD_ROWS = 32  # rows of one dataset in one lane, all bad: nothing in it loads
+
+_buffers = TileBuffers()
 
 
 class LaneStream:
@@ -133,7 +136,7 @@ class LaneStream:
     def _with_pixels(self, pack: list[Fragment]) -> list[Segment]:
         """The pack's fragments, decoded into one array, so that collating need not copy a tile."""
         size = self.dataset.encoder.config.image_size
-        tiles = np.empty((sum(f.num_tiles for f in pack), 3, size, size), dtype=np.uint8)
+        tiles = _buffers.take((sum(f.num_tiles for f in pack), 3, size, size))
         segments, used = [], 0
         for fragment in pack:
             segment = self._materialise(fragment, tiles[used : used + fragment.num_tiles])
