@@ -175,12 +175,14 @@ def _digest_file(digest: Any, path: str, block: int, blocks: int) -> None:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedPack:
-    """One pack as planned. `number` is its row among all packs of the preset."""
-
-    number: int
-    fragments: tuple[PlannedFragment, ...]
+def group_starts(counts: Sequence[Sequence[int]], per_group: int) -> dict[tuple[int, int], int]:
+    """The first row group of each (epoch, lane), each lane beginning a new one."""
+    starts, groups = {}, 0
+    for epoch, lanes in enumerate(counts):
+        for lane, count in enumerate(lanes):
+            starts[epoch, lane] = groups
+            groups += -(-count // per_group)
+    return starts
 
 
 class Preset:
@@ -220,12 +222,8 @@ class Preset:
 
     def _index(self) -> None:
         """Where each lane of each epoch begins: its first row and its first row group."""
-        rows = groups = 0
-        self._first_row, self._first_group = {}, {}
-        for epoch, counts in enumerate(self.content["packs_per_lane"]):
-            for lane, count in enumerate(counts):
-                self._first_row[epoch, lane], self._first_group[epoch, lane] = rows, groups
-                rows, groups = rows + count, groups + -(-count // PACKS_PER_GROUP)
+        counts = self.content["packs_per_lane"]
+        self._first_group = group_starts(counts, PACKS_PER_GROUP)
         self._file: Any = None
         self._group = lru_cache(maxsize=8)(self._read_group)
 
@@ -245,14 +243,13 @@ class Preset:
         """Packs of a lane in a planned epoch."""
         return self.content["packs_per_lane"][epoch][lane]
 
-    def pack(self, epoch: int, lane: int, turn: int) -> PlannedPack:
-        """Pack `turn` of a lane in a planned epoch."""
+    def pack(self, epoch: int, lane: int, turn: int) -> tuple[PlannedFragment, ...]:
+        """The fragments of pack `turn` of a lane in a planned epoch."""
         group, at = divmod(turn, PACKS_PER_GROUP)
         columns = self._group(os.getpid(), self._first_group[epoch, lane] + group)
         ids, positions = columns["sample_ids"][at].as_py(), columns["positions"][at].as_py()
         values = [columns[name][at].as_py() for name in FRAGMENT_FIELDS]
-        fragments = tuple(PlannedFragment(*each) for each in zip(positions, ids, *values, strict=True))
-        return PlannedPack(self._first_row[epoch, lane] + turn, fragments)
+        return tuple(PlannedFragment(*each) for each in zip(positions, ids, *values, strict=True))
 
     def _read_group(self, pid: int, group: int) -> Any:
         """`pid` keeps a forked process from its parent's file position."""

@@ -10,18 +10,21 @@ The epochs that were planned run as planned; later ones repeat them in turn, the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from .collate import Segment
 from .config import PackingConfig
 from .dataset import PackedDataset
 from .encode.sample import EncodeConfig, Encoded, Encoder
 from .errors import SampleError, UserError
+from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
-from .sources import DatasetSpec, Source, load_meta, open_source
+from .sources import DatasetSpec, RawSample, Source, load_meta, open_source
 from .sources.mixture import Mixture
 from .sources.order import Permutation, derive_seed
 from .stream import LaneStream
@@ -32,7 +35,8 @@ class PresetDataset(PackedDataset):
 
     Args:
         preset: the folder that `internvl-pack plan` wrote, or what was read of it.
-        sources, specs, encoder: the data, tokenizer and tile options that it was planned for.
+        sources, specs: the data that it was planned for; None where it was materialised and needs none.
+        encoder: the tokenizer and tile options that it was planned for.
         config: the run's options; None takes all from the preset. Budgets and the like must be the preset's.
 
     Raises:
@@ -44,24 +48,30 @@ class PresetDataset(PackedDataset):
     def __init__(
         self,
         preset: Preset | str | Path,
-        sources: Sequence[Source],
+        sources: Sequence[Source] | None,
         encoder: Encoder,
         config: PackingConfig | None = None,
         *,
-        specs: Sequence[DatasetSpec],
+        specs: Sequence[DatasetSpec] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         self.preset = preset if isinstance(preset, Preset) else Preset(preset)
         config = self.preset.config(config)
-        self.preset.check_fits(specs, sources, encoder)
+        self.store: PackStore | None = None
+        if sources is None or specs is None:
+            self.preset.check_encoder(encoder)
+            self.store = PackStore(self.preset)
+            sources, specs = planned_sources(self.preset)
+        else:
+            self.preset.check_fits(specs, sources, encoder)
         super().__init__(sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
 
     @classmethod
     def open(
         cls,
         preset: str | Path,
-        meta_path: str | Path,
+        meta_path: str | Path | None,
         tokenizer: Any,
         config: PackingConfig | None = None,
         *,
@@ -69,15 +79,21 @@ class PresetDataset(PackedDataset):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> PresetDataset:
-        """From a preset and the meta file it was planned for. Without `encode` its tile options are the preset's."""
+        """From a preset and the meta file it was planned for. Without `encode` its tile options are the preset's.
+
+        Without a meta file the preset must have been materialised.
+        """
         read = Preset(preset)
-        specs = load_meta(meta_path)
         encoder = Encoder(tokenizer, encode or planned_encode_config(read))
+        if meta_path is None:
+            return cls(read, None, encoder, config, rank=rank, world_size=world_size)
+        specs = load_meta(meta_path)
         sources = [open_source(spec) for spec in specs]
         return cls(read, sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
 
     def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> PresetLane:
-        return PresetLane(self, lane, epoch, mixture)
+        kind = PresetLane if self.store is None else StoredLane
+        return kind(self, lane, epoch, mixture)
 
     def mixture(self, epoch: int) -> Mixture:
         return super().mixture(epoch % self.preset.epochs)
@@ -122,8 +138,7 @@ class PresetLane(LaneStream):
                 return []
             turn = self.cursor if self._order is None else self._order[self.cursor]
             self.cursor += 1
-            pack = self.preset.pack(self.planned_epoch, self.lane, turn)
-            fragments: list[Fragment] = [f for f in pack.fragments if self._admit(f, pack.number)]
+            fragments: list[Fragment] = [f for f in self._pack(turn) if self._admit(f)]
             if fragments:
                 return fragments
         return []
@@ -131,7 +146,10 @@ class PresetLane(LaneStream):
     def count_packs(self) -> int:
         return self.num_packs
 
-    def _admit(self, fragment: PlannedFragment, pack: int) -> bool:
+    def _pack(self, turn: int) -> tuple[PlannedFragment, ...]:
+        return self.preset.pack(self.planned_epoch, self.lane, turn)
+
+    def _admit(self, fragment: PlannedFragment) -> bool:
         """Read the fragment's sample. False where it cannot be used: the rest of the pack goes on."""
         position = fragment.position
         if position in self._gone:
@@ -141,7 +159,7 @@ class PresetLane(LaneStream):
             return False
         if position not in self._encoded:
             try:
-                self._encoded[position] = self._read(fragment, pack)
+                self._encoded[position] = self._read(fragment)
             except SampleError as error:
                 self._lose(fragment, error)
                 return False
@@ -156,7 +174,7 @@ class PresetLane(LaneStream):
             self._outstanding[position] = fragment.count
         return True
 
-    def _read(self, fragment: PlannedFragment, pack: int) -> Encoded:
+    def _read(self, fragment: PlannedFragment) -> Encoded:
         """The fragment's sample, which must be what it was when it was planned.
 
         Raises:
@@ -220,10 +238,76 @@ class PresetLane(LaneStream):
         self.ledger.load_state_dict(state["ledger"])
 
 
+class StoredLane(PresetLane):
+    """A lane of a preset that holds its data: nothing is read from the sources."""
+
+    def __init__(self, dataset: PresetDataset, lane: int, epoch: int, mixture: Mixture) -> None:
+        super().__init__(dataset, lane, epoch, mixture)
+        self._row: dict[str, Any] = {}
+        self._places: dict[tuple[int, int], int] = {}
+
+    def _pack(self, turn: int) -> tuple[PlannedFragment, ...]:
+        assert self.dataset.store is not None
+        fragments = super()._pack(turn)
+        self._row = self.dataset.store.row(self.planned_epoch, self.lane, turn)
+        self._places = {fragment.key: number for number, fragment in enumerate(fragments)}
+        return fragments
+
+    def _read(self, fragment: PlannedFragment) -> Encoded:
+        assert self.dataset.store is not None
+        which, _ = self.mixture.locate(fragment.position)
+        augment = self.preset.content["data"][which]["data_augment"]
+        number = self._places[fragment.key]
+        return self.dataset.store.segment(self._row, number, fragment, data_augment=augment)
+
+    def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
+        assert isinstance(fragment, PlannedFragment)
+        self._release(fragment)
+        last = fragment.position not in self._encoded
+        which, row = self.mixture.locate(fragment.position)
+        try:
+            stored = self._read(fragment)
+            tiles = self.dataset.encoder.decode(stored, epoch=self.epoch, out=out)
+        except SampleError as error:
+            self.ledger.lose(fragment, error.reason, last=last)
+            self._leave(fragment.sample_id, error, which, row, "decoded")
+            return None
+        self.ledger.pack(fragment, last=last)
+        self._outcomes[which, "decoded", True] += 1
+        per_image = tuple(image.grid.num_tiles for image in stored.images)
+        place = (fragment.index, fragment.count)
+        ids, labels = stored.input_ids, stored.labels
+        return Segment(fragment.sample_id, place, ids, labels, tiles, per_image, stored.record.num_loss_tokens)
+
+
+class PlannedSource(Source):
+    """Stands for data that is in the preset itself: its name and its number of rows."""
+
+    def __init__(self, name: str, num_rows: int, folder: Path) -> None:
+        self.name, self._num_rows, self._folder = name, num_rows, folder
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, row: int) -> RawSample:
+        raise UserError(f"preset {self._folder}: the rows of dataset {self.name!r} are not read again")
+
+    def sample_id(self, row: int) -> str:
+        return f"{self.name}/{row}"
+
+    def origin(self, row: int) -> str:
+        return f"{self._folder}: row {row} of dataset {self.name!r}"
+
+
+def planned_sources(preset: Preset) -> tuple[list[Source], list[DatasetSpec]]:
+    """The datasets of a preset that holds its data."""
+    sources: list[Source] = []
+    specs = []
+    for entry in preset.content["data"]:
+        sources.append(PlannedSource(entry["name"], entry["rows"], preset.folder))
+        specs.append(DatasetSpec(name=entry["name"], repeat_time=entry["repeat_time"], weight=entry["weight"]))
+    return sources, specs
+
+
 def _size(sample: tuple[str, int, int]) -> str:
     return f"{sample[0]} of {sample[1]} tokens and {sample[2]} tiles"
-
-
-def is_preset(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder was made by `internvl-pack plan`."""
-    return (Path(path) / "preset.json").is_file()

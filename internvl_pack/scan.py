@@ -74,7 +74,7 @@ class Scanner:
             try:
                 record = self.encoder.encode(self.sources[which].read(row), self.specs[which]).record
             except SampleError as error:
-                values = (REFUSED, 0, 0, 0, [], [], [], error.reason, error.detail)
+                values = (REFUSED, 0, 0, 0, [], [], [], error.reason, self._without_folder(which, error.detail))
             else:
                 spans = record.spans
                 values = (
@@ -92,6 +92,11 @@ class Scanner:
                 columns[name].append(value)
         write_table(path, columns, _SCHEMA)
         return stop - start
+
+    def _without_folder(self, which: int, detail: str) -> str:
+        """Paths below the meta file's folder relative to it: moved data must give the same preset."""
+        folder = os.path.dirname(self.specs[which].meta_file)
+        return detail.replace(folder + os.sep, "") if folder else detail
 
 
 _SCHEMA = {

@@ -86,7 +86,10 @@ class ModelArguments:
 class DataTrainingArguments:
     """Which data, how it becomes tokens and tiles, and how samples share rows."""
 
-    meta_path: str | None = option(None, "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}.")
+    meta_path: str | None = option(
+        None,
+        "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}. A preset that holds its data needs none.",
+    )
     eval_meta_path: str | None = option(
         None, "Meta file of held-out data for --do_eval (after training) and --eval_strategy; each sample once."
     )
@@ -176,9 +179,9 @@ class DataTrainingArguments:
     max_bad_fraction: float = option(1.0, "Stop when more than this share of the samples read could not be used.")
 
     def __post_init__(self) -> None:
-        if not self.meta_path:
+        if not self.meta_path and self.packing != PRESET:
             raise UserError("--meta_path is missing: give the meta file of the data")
-        if not Path(self.meta_path).is_file():
+        if self.meta_path and not Path(self.meta_path).is_file():
             raise UserError(f"--meta_path {self.meta_path}: no such file")
         if self.eval_meta_path and not Path(self.eval_meta_path).is_file():
             raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file")
