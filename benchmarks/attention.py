@@ -88,8 +88,11 @@ def language(kernels: list[str], device: torch.device, dtype: torch.dtype, small
             cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
             row = (cu_seqlens, max(lengths), dim**-0.5, None)
             for kernel in kernels:
-                run = KERNELS[kernel].run
-                table.row(shape, name, kernel, *rates(lambda q, k, v: run(q, k, v, *row), inputs, flops, device, repeats))
+
+                def packed(q, k, v, run=KERNELS[kernel].run, row=row):
+                    return run(q, k, v, *row)
+
+                table.row(shape, name, kernel, *rates(packed, inputs, flops, device, repeats))
             if name != "4 equal":
                 continue
 
@@ -124,7 +127,7 @@ def segments(kernels: list[str], device: torch.device, dtype: torch.dtype, small
         flat = [t[0].transpose(0, 1) for t in (q, k, v)]
         for kernel in kernels:
             run = KERNELS[kernel].run
-            cells.append(timed(lambda r=run, c=cu_seqlens, n=size: r(*flat, c, n, None, None), device, repeats))
+            cells.append(timed(lambda r=run, a=(*flat, cu_seqlens, size, None, None): r(*a), device, repeats))
         table.row(count, *(f"{c * 1e3:.3f}" for c in cells))
 
 

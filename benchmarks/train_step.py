@@ -23,16 +23,20 @@ import argparse
 import contextlib
 import csv
 import gc
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # rows differ in size
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -116,7 +120,7 @@ def register_reference(kernel: str) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    key: int
+    key: tuple[int]
     num_tokens: int
     num_tiles: int
     num_loss_tokens: int
@@ -135,7 +139,7 @@ def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, 
             continue
         if scale > 1:  # in small: 4 tokens a tile instead of 256
             n, labels = 4 * tiles + max(2, (n - 256 * tiles) // scale), max(1, labels // scale)
-        samples.append(Sample(len(samples), n, tiles, min(labels, n - 1)))
+        samples.append(Sample((len(samples),), n, tiles, min(labels, n - 1)))
         tokens += n
         if tokens >= total_tokens:
             break
@@ -143,7 +147,7 @@ def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, 
 
 
 def make_segment(sample: Sample, core: PackedModel, pixels: torch.Tensor) -> Segment:
-    rng = np.random.default_rng(sample.key)
+    rng = np.random.default_rng(sample.key[0])
     image_id = core.config.image_token_id
     ids = rng.integers(0, image_id, sample.num_tokens).astype(np.int32)
     ids[: sample.num_tiles * core.tokens_per_tile] = image_id
@@ -151,7 +155,7 @@ def make_segment(sample: Sample, core: PackedModel, pixels: torch.Tensor) -> Seg
     labels[-sample.num_loss_tokens :] = ids[-sample.num_loss_tokens :]
     tiles = pixels[: sample.num_tiles].numpy()
     images = (sample.num_tiles,) if sample.num_tiles else ()
-    return Segment(str(sample.key), (0, 1), ids, labels, tiles, images, sample.num_loss_tokens)
+    return Segment(str(sample.key[0]), (0, 1), ids, labels, tiles, images, sample.num_loss_tokens)
 
 
 def make_packs(samples: list[Sample], tokens: int, tiles: int) -> list[list[Sample]]:
@@ -235,15 +239,16 @@ def set_up(core: PackedModel, way: Way) -> Iterator[None]:
         core.gradient_checkpointing_disable()
 
 
-def run_pass(core: PackedModel, way: Way, device: torch.device) -> float:
-    """Seconds of one pass over the way's batches."""
+def run_pass(core: PackedModel, way: Way, device: torch.device) -> tuple[float, float]:
+    """Seconds of one pass over the way's batches, and after how many of them all work had been issued."""
     synchronize(device)
     started = time.perf_counter()
     for batch in way.batches:
         way.step(to_device(batch, device)).backward()
         core.zero_grad(set_to_none=True)
+    issued = time.perf_counter() - started
     synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, issued
 
 
 def synchronize(device: torch.device) -> None:
@@ -263,15 +268,18 @@ def measure(core: PackedModel, ways: list[Way], repeats: int, device: torch.devi
     """Table of the ways; medians by name, in useful tokens/s."""
     counts = flop_counts(core.config)
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    host: dict[str, float] = {}
     peaks: dict[str, float] = {}
-    for repeat in range(repeats + 1):  # the first is to warm up and for the peak
+    for repeat in range(repeats + 1):  # the first is to warm up
         for way in list(ways):
+            if way.checkpointing and repeat > 1:  # for its memory; its speed is measured once
+                continue
             if way.name in peaks and peaks[way.name] < 0:
                 continue
             with set_up(core, way):
                 peak_gb(device, reset=True)
                 try:
-                    spent = run_pass(core, way, device)
+                    spent, host[way.name] = run_pass(core, way, device)
                 except torch.OutOfMemoryError:
                     peaks[way.name] = -1.0
                     core.zero_grad(set_to_none=True)
@@ -284,7 +292,14 @@ def measure(core: PackedModel, ways: list[Way], repeats: int, device: torch.devi
                 peaks[way.name] = max(peaks[way.name], peak_gb(device))
                 seconds[way.name].append(spent)
     table = Table(
-        ("way", 40), ("rows", 5), ("fill", 6), ("useful tokens/s", 16), ("spread", 7), ("peak GB", 8), ("MFU", 7)
+        ("way", 40),
+        ("rows", 5),
+        ("fill", 6),
+        ("useful tokens/s", 16),
+        ("spread", 7),
+        ("peak GB", 8),
+        ("MFU", 7),
+        ("host", 6),
     )
     speeds = {}
     for way in ways:
@@ -300,9 +315,25 @@ def measure(core: PackedModel, ways: list[Way], repeats: int, device: torch.devi
         speeds[way.name] = real / median
         table.row(
             way.name, len(way.batches), f"{fill:.1%}", f"{real / median:,.0f}", f"{spread:.1%}",
-            f"{peaks[way.name]:.1f}", mfu,
+            f"{peaks[way.name]:.1f}", mfu, f"{host[way.name] / seconds[way.name][-1]:.0%}",
         )  # fmt: skip
     return speeds
+
+
+def compare(core: PackedModel, eager: Way, compiled: Way, device: torch.device) -> None:
+    """Loss and gradients of one row, compiled against not compiled: they should differ by rounding only."""
+    results = []
+    for way in (eager, compiled):
+        with set_up(core, way):
+            loss = way.step(to_device(compiled.batches[0], device))
+            loss.backward()
+        gradients = {n: p.grad.float() for n, p in core.named_parameters() if p.grad is not None}
+        results.append((loss.item(), gradients))
+        core.zero_grad(set_to_none=True)
+    (one, ours), (two, theirs) = results
+    total = torch.stack([g.norm() for g in ours.values()]).norm()
+    apart = torch.stack([(g - theirs[n]).norm() for n, g in ours.items()]).norm()
+    print(f"    loss {one:.6f} uncompiled, {two:.6f} '{compiled.name}'; gradients differ by {apart / total:.2e}")
 
 
 def full_rows(core: PackedModel, pixels: torch.Tensor, tokens: int, tiles: int, samples: list[Sample]) -> list[dict]:
@@ -311,6 +342,9 @@ def full_rows(core: PackedModel, pixels: torch.Tensor, tokens: int, tiles: int, 
     sizes = [sum(s.num_tokens for s in pack) for pack in packs]
     full = [p for p, n in zip(packs, sizes, strict=True) if n >= 0.95 * tokens] or [packs[int(np.argmax(sizes))]]
     return make_batches(full, core, pixels, padded=False)
+
+
+FLASH = SDPBackend.FLASH_ATTENTION
 
 
 # --- the language model alone ---------------------------------------------------------------------
@@ -330,24 +364,26 @@ def language_forward(core: PackedModel, kernels: list[str], device: torch.device
         core._decode(hidden.view(1, 4 * length, -1), positions.repeat(1, 4), cu_seqlens, length, None)
 
     print(f"\nLanguage model alone, forward, 4 sequences of {length} tokens (median of {repeats}, uncompiled)")
-    table = Table(("way", 40), ("ms", 9), ("of padded", 10))
-    runs = {"padded, sdpa": ("sdpa", padded)}
+    table = Table(("way", 40), ("ms", 9), ("of padded", 10), ("of its flash", 12))
+    runs = {"padded, sdpa": ("sdpa", padded, None), "padded, sdpa's flash": ("sdpa", padded, FLASH)}
     for kernel in kernels:
-        runs[f"packed, {kernel}"] = (KERNELS[kernel].implementation, packed)
+        runs[f"packed, {kernel}"] = (KERNELS[kernel].implementation, packed, None)
     times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for repeat in range(repeats + 2):
-            for name, (attention, call) in runs.items():
+            for name, (attention, call, backend) in runs.items():
                 core.model.set_attn_implementation({"text_config": attention})
                 synchronize(device)
                 started = time.perf_counter()
-                call()
+                with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+                    call()
                 synchronize(device)
                 if repeat > 1:
                     times[name].append(time.perf_counter() - started)
-    base = statistics.median(times["padded, sdpa"])
+    bases = [statistics.median(times[name]) for name in list(runs)[:2]]
     for name, values in times.items():
-        table.row(name, f"{statistics.median(values) * 1e3:.1f}", f"{statistics.median(values) / base:.3f}")
+        median = statistics.median(values)
+        table.row(name, f"{median * 1e3:.1f}", *(f"{median / base:.3f}" for base in bases))
 
 
 # --- where the time goes --------------------------------------------------------------------------
@@ -380,7 +416,8 @@ def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 25) -
     kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
     total = sum(e.self_device_time_total for e in kernels)
     print(
-        f"\nOne step of '{way.name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles: {whole * 1e3:.0f} ms "
+        f"\nOne step of '{way.name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles: "
+        f"{whole * 1e3:.0f} ms "
         f"while recording (issued in {issued * 1e3:.0f}), kernels {total / 1e3:.0f} ms"
     )
     kinds: dict[str, float] = {}
@@ -402,7 +439,9 @@ def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], s
     tokens = (512, 1024, 2048) if small else (8192, 16384, 32768)
     pixels = torch.randint(256, (96, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     budgets = dict(zip(tokens, (40, 48, 96), strict=True))
-    batches = {n: make_batches(make_packs(samples, n, tiles), core, pixels, padded=False) for n, tiles in budgets.items()}
+    batches = {
+        n: make_batches(make_packs(samples, n, tiles), core, pixels, padded=False) for n, tiles in budgets.items()
+    }
     kernel = kernels[0]
     ours = {k: KERNELS[k].implementation for k in kernels}
     own, theirs = (lambda batch: packed_step(core, batch)), (lambda batch: transformers_step(core, batch))
@@ -450,6 +489,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", default=None, help="of torch.compile")
+    parser.add_argument("--breaks", action="store_true", help="call attention between compiled graphs")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no_language", action="store_true", help="leave out the language model alone")
     args = parser.parse_args()
@@ -465,9 +505,11 @@ def main() -> int:
     print(versions(device) + (f", peak {peak / 1e12:.1f} TFLOP/s" if peak else ""))
     torch.set_float32_matmul_precision("high")
     for shape in args.shapes or (["tiny"] if small else ["1b", "8b8"]):
-        core = make_model(shape, device, kernels[0], dtype)
         for kernel in kernels:
+            if args.breaks:
+                KERNELS[kernel] = replace(KERNELS[kernel], forward=None, backward=None)
             register_packed_attention(kernel, device, dtype)
+        core = make_model(shape, device, kernels[0], dtype)
         if "compiled" in args.ways:
             compile_blocks(core, **({"backend": "aot_eager"} if small else {"mode": args.mode}))
         samples = draw_samples(args.tokens // (16 if small else 1), 16384, 48, args.seed, 16 if small else 1)
@@ -477,6 +519,13 @@ def main() -> int:
             f"{sum(s.num_loss_tokens for s in samples):,} labels; median of {args.repeats}"
         )
         ways = make_ways(core, args, kernels, samples)
+        for way in [w for w in ways if w.compiled and not w.checkpointing][:-1]:
+            plain = Way("", way.batches, way.step, attention=way.attention)
+            try:
+                compare(core, plain, way, device)
+            except torch.OutOfMemoryError:
+                print("    uncompiled it is out of memory")
+            core.zero_grad(set_to_none=True)
         speeds = measure(core, ways, args.repeats, device, peak)
         base = list(speeds.items())
         for name, speed in base[1:]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .attention_op import NO_WINDOW, attend
 from .kernels import Kernel, select_kernel
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,9 @@ def _attention_function(kernel: Kernel):
     """transformers' attention contract over `kernel`: (1, H, N, D) in, (1, N, H, D) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    # A compiled layer calls the kernel as it is: boundaries and lengths then never cause a recompilation.
+    # A compiled layer sees one operation, or calls the kernel between two graphs.
     run = torch.compiler.disable(kernel.run)
+    is_one_operation = kernel.forward is not None
 
     def packed_attention(
         module: torch.nn.Module,
@@ -117,7 +119,13 @@ def _attention_function(kernel: Kernel):
         if dropout:
             raise ValueError(f"packed attention has no dropout, the config asks for {dropout}: set attention_dropout 0")
         q, k, v = (t[0].transpose(0, 1) for t in _one_dtype(query, key, value))
-        out = run(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        if is_one_operation and torch.compiler.is_compiling():
+            scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # part of the rotary embedding's kernel
+            row = (cu_seq_lens_q, max_length_q, scale, sliding_window or NO_WINDOW, kernel.name)
+            out, _ = attend(q, k, v, *row)
+        else:
+            out = run(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
         return out.unsqueeze(0), None
 
     return packed_attention

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import UserError
 from .attention import register_packed_attention
+from .compiled import compile_blocks, is_zero3
 from .head import DEFAULT_CHUNK_TOKENS
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
 from .packed import PackedModel
@@ -35,6 +36,8 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     compute_dtype: torch.dtype | None = None,
     loss_chunk: int = DEFAULT_CHUNK_TOKENS,
+    vision_micro_tiles: int | None = None,
+    compile: bool = False,
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
     freeze_llm: bool = False,
@@ -56,6 +59,8 @@ def build_model(
         device: where it will train, for the choice of the kernel; the model is loaded on the CPU.
         dtype: of the weights; compute_dtype: of q, k, v in training if not dtype (autocast).
         loss_chunk: labelled tokens whose logits exist at once.
+        vision_micro_tiles: tiles that go through the vision tower at once; None for all.
+        compile: the layers of both towers through torch.compile (compiled.py).
         force_image_size, down_sample_ratio: what the data is made for; checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
@@ -73,7 +78,8 @@ def build_model(
     else:
         raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
     check_fit(model.config, tokenizer, force_image_size, down_sample_ratio)
-    packed = PackedModel(model, head_chunk_tokens=loss_chunk)
+    packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
+    check_vision_micro_tiles(packed)
     freeze(
         packed,
         freeze_llm=freeze_llm,
@@ -85,6 +91,8 @@ def build_model(
     )
     if grad_checkpoint:
         packed.gradient_checkpointing_enable()
+    if compile:
+        compile_blocks(packed)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed
@@ -208,6 +216,19 @@ def check_fit(
         raise UserError(f"--force_image_size {force_image_size}: the model's tiles are {max(sizes)} pixels, use that")
     if down_sample_ratio is not None and down_sample_ratio != config.downsample_ratio:
         raise UserError(f"--down_sample_ratio {down_sample_ratio}: the model's is {config.downsample_ratio}, use that")
+
+
+def check_vision_micro_tiles(packed: PackedModel) -> None:
+    """How many times the tower runs would depend on a rank's tiles, and ZeRO-3 gathers its weights each time.
+
+    Raises:
+        UserError: `vision_micro_tiles` with ZeRO-3.
+    """
+    if packed.vision_micro_tiles is not None and is_zero3(packed):
+        raise UserError(
+            f"--vision_micro_tiles {packed.vision_micro_tiles} with ZeRO-3: ranks with different numbers of tiles would "
+            "wait for each other; leave it out, or use --deepspeed zero_stage1 or zero_stage2"
+        )
 
 
 # --- what is trained ------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 What is compiled is a block (a vision layer, a decoder layer), not the model: all layers of a tower share
 one compiled graph, so it takes the time of two layers, and what is irregular about a pack stays outside:
 
-* attention runs as it is: the kernels are called with the row's boundaries and its longest segment, which
-  the compiler never sees. So neither the number of segments nor their lengths can cause a recompilation;
+* attention is one operation to the compiler (attention_op.py), which gets the row's boundaries as a tensor
+  and its longest segment as a symbol: neither the number of segments nor their lengths can cause a
+  recompilation. A kernel without such an operation is called between two graphs;
 * tokens of a row and tiles of a batch are symbols from the first compilation on. Only a row of 1 tile (or
   1 token) is another case to the compiler: it gets a tile of zeros beside it (images.py).
 
@@ -121,14 +122,15 @@ def check_compilable(packed: PackedModel) -> None:
             f"--compile with a {family!r} language model: its layers do not compile as one piece (known: "
             f"{', '.join(sorted(COMPILED_FAMILIES))}); leave --compile out"
         )
-    if any(hasattr(p, "ds_id") for p in packed.parameters()) or _zero3_is_on():
+    if is_zero3(packed):
         raise UserError(
             "--compile with ZeRO-3: its parameters come and go inside the compiled layers; use --deepspeed zero_stage1 "
             "or zero_stage2, or leave --compile out"
         )
 
 
-def _zero3_is_on() -> bool:
+def is_zero3(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 has partitioned the model's weights, or will."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    return is_deepspeed_zero3_enabled()
+    return any(hasattr(p, "ds_id") for p in model.parameters()) or is_deepspeed_zero3_enabled()

@@ -52,6 +52,8 @@ def place_features(embeddings: torch.Tensor, features: torch.Tensor, positions: 
     Args:
         embeddings: (B, N, H); features: (M, H) of any floating type; positions: (M,) of the B * N tokens.
     """
+    if len(embeddings) == 1:  # no view: a compiled first layer would differ from the others by it
+        return embeddings.index_copy(1, positions, features.to(embeddings.dtype).unsqueeze(0))
     flat = embeddings.reshape(-1, embeddings.shape[-1])
     return flat.index_copy(0, positions, features.to(flat.dtype)).view_as(embeddings)
 

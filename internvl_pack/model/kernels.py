@@ -38,7 +38,7 @@ from ..errors import UserError
 KernelFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
 ]
-AUTO_ORDER = ("flash_attn", "varlen", "sdpa")
+AUTO_ORDER = ("fa4", "flash_attn", "varlen", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -51,12 +51,18 @@ class Kernel:
         run: the function, by the contract above.
         problem: of a device: None if the kernel runs there, else why not and what to do instead.
         half_only: whether q, k, v must be float16 or bfloat16.
+        forward, backward: the two halves of `run`, for a compiled layer (attention_op.py); None where `run`
+            is called between two graphs instead. forward gives (out, logsumexp of the scores as float32
+            (Hq, N)); backward(upstream, q, k, v, out, logsumexp, cu_seqlens, max_seqlen, scale, window)
+            gives the gradients of q, k and v.
     """
 
     name: str
     run: KernelFunction
     problem: Callable[[torch.device], str | None]
     half_only: bool
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def implementation(self) -> str:
@@ -129,6 +135,30 @@ def sdpa(q, k, v, cu_seqlens, max_seqlen, scale, window):
     return torch.cat(outputs)
 
 
+def sdpa_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    """PyTorch gives no logsumexp: the gradient computes again."""
+    out = sdpa(q, k, v, cu_seqlens, max_seqlen, scale, window)
+    return out, q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def sdpa_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+    """The gradient written out, a segment at a time: inside an operation there is no autograd."""
+    lengths = _segment_lengths(cu_seqlens)
+    group = q.shape[1] // k.shape[1]
+    parts = [t.float().split(lengths) for t in (upstream, q, k, v, out)]
+    gradients = []
+    for do, qs, ks, vs, o in zip(*parts, strict=True):
+        do, qs, o = (t.transpose(0, 1) for t in (do, qs, o))  # (Hq, n, D)
+        ks, vs = (t.transpose(0, 1).repeat_interleave(group, 0) for t in (ks, vs))
+        seen = _window_mask(qs.shape[1], window or qs.shape[1], q.device)
+        p = (qs @ ks.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        ds = p * (do @ vs.mT - (do * o).sum(-1, keepdim=True)) * scale
+        per_head = (ds @ ks, ds.mT @ qs, p.mT @ do)
+        dq, dk, dv = (g.transpose(0, 1) for g in per_head)
+        gradients.append((dq, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)))
+    return tuple(torch.cat(g).to(q.dtype) for g in zip(*gradients, strict=True))
+
+
 _lengths_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -173,6 +203,151 @@ def flash_attn(q, k, v, cu_seqlens, max_seqlen, scale, window):
         causal=True,
         window_size=(_left(window, max_seqlen), 0),
     )
+
+
+def flash_attn_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
+
+    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    settings = {"causal": True, "window_size_left": _left(window, max_seqlen), "window_size_right": 0}
+    out, lse, *_ = _wrapped_flash_attn_varlen_forward(q, k, v, *row, 0.0, scale, **settings)
+    return out, lse
+
+
+def flash_attn_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
+
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
+    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    settings = (0.0, scale, True, _left(window, max_seqlen), 0, 0.0, None, False)
+    _wrapped_flash_attn_varlen_backward(upstream, q, k, v, out, lse, *gradients, *row, *settings)
+    return gradients
+
+
+# --- FlashAttention 4 and 3 -----------------------------------------------------------------------
+
+
+@functools.cache
+def _fa4_varlen_func() -> Callable | None:
+    try:  # its compiler's libraries are found, or not, only when it is imported
+        from flash_attn.cute import flash_attn_varlen_func
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+    return flash_attn_varlen_func
+
+
+def fa4(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    """FlashAttention 4 (`flash-attn-4`, compiled at first use): Hopper and Blackwell.
+
+    Without a window `None` is what it takes for no limit; a limit beyond the longest segment is none.
+    """
+    limited = window is not None and window < max_seqlen
+    out = _fa4_varlen_func()(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1, 0) if limited else (None, None),
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def fa4_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(
+        q, k, v, softmax_scale=scale, return_lse=True, **_fa4_row(cu_seqlens, max_seqlen, window)
+    )
+    return out, lse
+
+
+def fa4_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    row = _fa4_row(cu_seqlens, max_seqlen, window)
+    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, **row)[:3]
+
+
+def _fa4_row(cu_seqlens, max_seqlen, window) -> dict:
+    limited = window is not None and window < max_seqlen
+    return {
+        "causal": True,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "window_size_left": window - 1 if limited else None,
+        "window_size_right": 0 if limited else None,
+    }
+
+
+@functools.cache
+def _fa3_varlen_func() -> Callable | None:
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return flash_attn_varlen_func
+
+
+def fa3(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    """FlashAttention 3 (`flash_attn_interface`, built from flash-attention's `hopper` folder): Hopper."""
+    out = _fa3_varlen_func()(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(_left(window, max_seqlen), 0),
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+# --- flex_attention -------------------------------------------------------------------------------
+
+
+def flex(q, k, v, cu_seqlens, max_seqlen, scale, window):
+    """torch's flex_attention under a block mask of the segments; compiled on a GPU, forward only on a CPU."""
+    mask = _block_mask(cu_seqlens, len(q), window)
+    attend = _flex_attention(q.device.type)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).squeeze(0).transpose(0, 1)
+
+
+@functools.cache
+def _flex_attention(device_type: str) -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+_masks_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _block_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None):
+    """The row's mask, made once for all its layers."""
+    masks = _masks_of.setdefault(cu_seqlens, {})
+    if window not in masks:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        places = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        segment = torch.searchsorted(cu_seqlens, places, right=True)
+
+        def sees(_batch, _head, query, key):
+            seen = (segment[query] == segment[key]) & (key <= query)
+            return seen if window is None else seen & (query - key < window)
+
+        masks[window] = create_block_mask(sees, None, None, num_tokens, num_tokens, device=cu_seqlens.device)
+    return masks[window]
 
 
 # --- torch's own ----------------------------------------------------------------------------------
@@ -230,6 +405,55 @@ def _varlen_problem(device: torch.device) -> str | None:
     return None
 
 
-register_kernel(Kernel(name="flash_attn", run=flash_attn, problem=_flash_attn_problem, half_only=True))
+def _fa4_problem(device: torch.device) -> str | None:
+    if problem := _needs_ampere(device):
+        return problem
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10, 11):
+        return "needs a Hopper or Blackwell GPU: use --attn_kernel auto"
+    if _fa4_varlen_func() is None:
+        return "needs FlashAttention 4: pip install --pre flash-attn-4, or use --attn_kernel auto"
+    return None
+
+
+def _fa3_problem(device: torch.device) -> str | None:
+    if problem := _needs_ampere(device):
+        return problem
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs a Hopper GPU: use --attn_kernel auto"
+    if _fa3_varlen_func() is None:
+        return "needs FlashAttention 3, built from flash-attention's hopper folder; or use --attn_kernel auto"
+    return None
+
+
+def _flex_problem(device: torch.device) -> str | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"has a backward pass on CUDA only, this run is on {device.type}: use --attn_kernel auto or sdpa"
+    return None
+
+
+register_kernel(
+    Kernel(
+        name="flash_attn",
+        run=flash_attn,
+        problem=_flash_attn_problem,
+        half_only=True,
+        forward=flash_attn_forward,
+        backward=flash_attn_backward,
+    )
+)
 register_kernel(Kernel(name="varlen", run=varlen, problem=_varlen_problem, half_only=True))
-register_kernel(Kernel(name="sdpa", run=sdpa, problem=lambda device: None, half_only=False))
+register_kernel(
+    Kernel(
+        name="sdpa",
+        run=sdpa,
+        problem=lambda device: None,
+        half_only=False,
+        forward=sdpa_forward,
+        backward=sdpa_backward,
+    )
+)
+register_kernel(
+    Kernel(name="fa4", run=fa4, problem=_fa4_problem, half_only=True, forward=fa4_forward, backward=fa4_backward)
+)
+register_kernel(Kernel(name="fa3", run=fa3, problem=_fa3_problem, half_only=True))
+register_kernel(Kernel(name="flex", run=flex, problem=_flex_problem, half_only=False))

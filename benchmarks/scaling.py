@@ -1,0 +1,120 @@
+"""Weak scaling of whole training steps (forward, backward, optimizer) with DeepSpeed ZeRO, on lengths of the real mix.
+
+    for n in 1 2; do torchrun --nproc_per_node $n benchmarks/scaling.py --stage 1; done
+    for n in 1 2; do torchrun --nproc_per_node $n benchmarks/scaling.py --stage 3; done
+    torchrun --nproc_per_node 2 benchmarks/scaling.py --device cpu --stage 1      # the script itself, in small
+
+Every rank trains its own lane of packs; a lane has as many samples whatever the number of ranks. With
+`--reservoir` of several values each is measured on the same engine: packs a lane holds back so that all ranks
+train packs of like cost at the same time. Efficiency is useful tokens/s/GPU over that of one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.train_step import Sample, draw_samples, make_batches, make_model, to_device
+from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.packer import LanePacker
+
+
+def lane_packs(samples: list[Sample], tokens: int, tiles: int, reservoir: int, count: int) -> list[list[Sample]]:
+    """The first packs of a lane that go out while samples still come in."""
+    packer, packs = LanePacker(Budget(tokens, tiles), reservoir=reservoir), []
+    for sample in samples:
+        packer.add(sample)
+        if packer.full:
+            packs.append(packer.pop())
+        if len(packs) == count:
+            break
+    return packs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--reservoir", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--budget", type=int, nargs=2, default=[8192, 40], metavar=("TOKENS", "TILES"))
+    parser.add_argument("--steps", type=int, default=12, help="measured, after 2 to warm up")
+    parser.add_argument("--local_rank", type=int, default=0)
+    args = parser.parse_args()
+    small = args.device == "cpu"
+    if small:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+    import torch.distributed as dist
+
+    if small:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute otherwise
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu") if small else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if not small:
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed("gloo" if small else "nccl")
+    dtype = torch.float32 if small else torch.bfloat16
+    core = make_model("tiny" if small else "1b", device, "auto", dtype)
+    tokens, tiles = (512, 40) if small else args.budget
+    config = {
+        "train_batch_size": world,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": not small},
+        "zero_optimization": {"stage": args.stage, "overlap_comm": True, "contiguous_gradients": True},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(core.parameters(), lr=1e-6, fused=not small)
+    engine, *_ = deepspeed.initialize(model=core, optimizer=optimizer, config=config)
+    size = core.config.vision_config.image_size[0]
+    pixels = torch.randint(256, (tiles, 3, size, size), dtype=torch.uint8)
+    for reservoir in args.reservoir:
+        count = args.steps + 2
+        samples = draw_samples((count + reservoir + 8) * tokens * (16 if small else 1), tokens * (16 if small else 1),
+                               tiles, seed=100 + rank, scale=16 if small else 1)  # fmt: skip
+        samples = [s for s in samples if s.num_tokens <= tokens]
+        packs = lane_packs(samples, tokens, tiles, reservoir, count)
+        batches = make_batches(packs, core, pixels, padded=False)
+        seconds, useful = [], []
+        for step, batch in enumerate(islice(batches, count)):
+            dist.barrier()
+            if not small:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            loss = engine(**to_device(batch, device), loss_normalizer=float(max(1, batch["num_loss_tokens"]))).loss
+            engine.backward(loss)
+            engine.step()
+            if not small:
+                torch.cuda.synchronize()
+            if step >= 2:
+                seconds.append(time.perf_counter() - started)
+                useful.append(batch["num_real_tokens"])
+        own = torch.tensor([sum(seconds), float(sum(useful)), 0.0], dtype=torch.float64, device=device)
+        slowest, total = own.clone(), own.clone()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        if rank == 0:
+            peak = 0.0 if small else torch.cuda.max_memory_allocated() / 1e9
+            print(
+                f"ZeRO-{args.stage}, {world} GPU{'s' * (world > 1)}, {tokens}/{tiles}, reservoir {reservoir:3d}: "
+                f"{total[1].item() / slowest[0].item() / world:,.0f} useful tokens/s/GPU, step "
+                f"{statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)}), peak {peak:.1f} GB",
+                flush=True,
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
