@@ -121,7 +121,6 @@ def test_the_meta_files_folder_comes_before_the_working_folder(folder, monkeypat
         ({"annotation": ""}, ["'annotation' is empty"]),
         ({"annotation": 7}, ["'annotation'", "must be a string", "a number"]),
         ({"annotation": ["data/a.jsonl"]}, ["'annotation'", "must be a string", "a list"]),
-        ({"annotation": "https://host/a.jsonl"}, ["'annotation'", "https://host/a.jsonl", "local path"]),
         ({"annotation": "a\0b"}, ["'annotation'", "file name"]),
         ({"root": 3}, ["'root'", "must be a string"]),
         ({"repeat_time": 0}, ["'repeat_time'", "more than 0"]),
@@ -144,7 +143,6 @@ def test_the_meta_files_folder_comes_before_the_working_folder(folder, monkeypat
         ({"annotation": ..., "shards": "data/s-{000..001.tar"}, ["'shards'", "cannot be expanded"]),
         ({"annotation": ..., "shards": "data/s-*.tar"}, ["'shards'", "does not exist", "braces"]),
         ({"annotation": ..., "shards": ["data/s-000.tar", "./data/s-000.tar"]}, ["s-000.tar twice", "repeat_time"]),
-        ({"annotation": ..., "shards": "s3://bucket/s-000.tar"}, ["'shards'", "s3://bucket/s-000.tar"]),
     ],
 )
 def test_a_mistake_is_one_line_with_file_dataset_and_key(folder, changes, words):

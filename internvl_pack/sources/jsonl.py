@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
 from .index import BadIndexError, IndexWriter, index_path, read_index
-from .refs import FolderResolver, Stamp, pread_all, read_at, stamp_of, system_path
+from .refs import FolderResolver, Stamp, open_file, pread_all, read_at, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def scan_part(path: str, start: int, stop: int, size: int) -> Part:
     lows, blanks = [], []
     before = {k: 0 for k in range((start >> 32) + 1, (min(stop, size) >> 32) + 1)}
     count = 0
-    fd = os.open(system_path(path), os.O_RDONLY)
+    fd = open_file(path)
     try:
         for rows, gaps in scan_lines(fd, start, stop, size):
             lows.append(rows.astype(np.uint32))  # keeps the low 32 bits
@@ -218,7 +218,7 @@ def check_format(path: str, stamp: Stamp) -> None:
     Raises:
         UserError: says what it is and how to convert it.
     """
-    fd = os.open(system_path(path), os.O_RDONLY)
+    fd = open_file(path)
     try:
         head = pread_all(fd, _HEAD_BYTES, 0)
         tail = pread_all(fd, _HEAD_BYTES, max(0, stamp.size - _HEAD_BYTES))

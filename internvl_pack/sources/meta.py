@@ -250,10 +250,14 @@ def _expand(where: str, pattern: str) -> list[str]:
 
 
 def _existing_files(where: str, key: str, folder: str, paths: list[str]) -> list[str]:
-    """The paths against the meta file's folder, or all of them against the working folder; each a readable file."""
-    for path in paths:
-        if is_remote(path):
-            raise UserError(f"{where}: {key!r} {path}: addresses are not supported here; give a local path")
+    """The paths against the meta file's folder, or all of them against the working folder; each a readable file.
+
+    Addresses stand for themselves, and are asked for when the data is opened.
+    """
+    if any(map(is_remote, paths)):
+        local = [path for path in paths if not is_remote(path)]
+        found = iter(_existing_files(where, key, folder, local) if local else ())
+        return [path if is_remote(path) else next(found) for path in paths]
     beside = [os.path.join(folder, path) for path in paths]
     problems = [_problem(path) for path in beside[:1]]
     if problems[0] == "does not exist" and not os.path.isabs(paths[0]) and _problem(paths[0]) is None:

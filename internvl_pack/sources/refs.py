@@ -1,7 +1,7 @@
 """Where bytes come from: local files read by position, and references to images that open nothing until asked.
 
-Everything in `sources/` reads through `read_at`, `FileRef` and `SliceRef`, so that other stores of bytes
-(http, s3, fsspec) have one place to be added: behind `is_remote`.
+Everything in `sources/` reads through `open_file`, `read_at` and the references, so that addresses (http, s3, ...) have
+one place: remote.py, behind `is_remote`.
 
 Paths are handed to the system as UTF-8 bytes, so that a name outside ASCII is found under `LANG=C` too.
 """
@@ -72,8 +72,31 @@ def system_path(path: str) -> bytes:
 
 
 def stamp_of(path: str) -> Stamp:
-    """Raises OSError where there is no such file."""
+    """Raises OSError where there is no such file. Of an address: of its local copy, made or renewed here."""
+    if is_remote(path):
+        from . import remote
+
+        return Stamp(os.stat(remote.copy_of(path, check=True)).st_size, remote.mark_of(path))
     found = os.stat(system_path(path))
+    return Stamp(found.st_size, found.st_mtime_ns)
+
+
+def open_file(path: str) -> int:
+    """A descriptor to read a file by, or the local copy of an address. Raises OSError."""
+    if is_remote(path):
+        from . import remote
+
+        path = remote.copy_of(path)
+    return os.open(system_path(path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+
+def stamp_of_open(path: str, fd: int) -> Stamp:
+    """As `stamp_of`, of a file that is open."""
+    found = os.fstat(fd)
+    if is_remote(path):
+        from . import remote
+
+        return Stamp(found.st_size, remote.mark_of(path))
     return Stamp(found.st_size, found.st_mtime_ns)
 
 
@@ -111,7 +134,7 @@ def _descriptor(path: str, stamp: Stamp) -> _Descriptor:
         if opened is not None:
             _open_files.move_to_end(key)
             return opened
-    opened = _Descriptor(os.open(system_path(path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+    opened = _Descriptor(open_file(path))
     size = os.fstat(opened.fd).st_size
     if size != stamp.size:
         raise UserError(
@@ -151,6 +174,11 @@ def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
         OSError: the file went away or the disk failed.
         UserError: the file has another size than when it was indexed.
     """
+    if is_remote(path) and (path, stamp) not in _open_files:
+        from . import remote
+
+        if remote.cached(path) is None:  # it had to make room: a part is enough
+            return remote.fetch(path, offset, min(offset + num_bytes, stamp.size))
     return pread_all(_descriptor(path, stamp).fd, num_bytes, offset)
 
 
@@ -282,8 +310,8 @@ class _Window(io.RawIOBase):
 class FolderResolver:
     """Finds the files that a record names, below the dataset's `root`.
 
-    Names are joined to `root` as `os.path.join` does: an absolute name stands for itself, and `..` may lead
-    out of `root`, since whoever wrote the annotation file may read these files anyway.
+    Either may be an address. Names are joined to `root` as `os.path.join` does: an absolute name stands for itself,
+    and `..` may lead out of `root`, since whoever wrote the annotation file may read these files anyway.
     """
 
     root: str
@@ -292,7 +320,9 @@ class FolderResolver:
         """Raises SampleError where `name` cannot name a file; a file that is absent shows when it is read."""
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no file name")
-        path = os.path.join(self.root, name)
-        if is_remote(name) or is_remote(self.root):
-            raise SampleError("remote_not_supported", f"{name if is_remote(name) else path!r} is not a local file")
+        path = name if is_remote(name) else os.path.join(self.root, name)
+        if is_remote(path):
+            from .remote import RemoteRef
+
+            return RemoteRef(path)
         return FileRef(path)

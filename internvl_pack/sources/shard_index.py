@@ -27,7 +27,7 @@ from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, parse_record
 from .index import BadIndexError, IndexWriter, read_index
 from .members import MemberResolver, image_names, members_of
-from .refs import Stamp, pread_all, system_path
+from .refs import Stamp, open_file, pread_all, stamp_of_open
 from .tar import (
     BLOCK,
     FOLDERS_AND_LABELS,
@@ -466,14 +466,13 @@ def scan_shard(path: str) -> ShardIndex:
         OSError: it cannot be read.
         UserError: it is compressed, so that members cannot be read by position.
     """
-    fd = os.open(system_path(path), os.O_RDONLY)
+    fd = open_file(path)
     try:
-        found = os.fstat(fd)
         head = os.pread(fd, 8, 0)
         for magic, (what, cure) in _COMPRESSED.items():
             if head.startswith(magic):
                 raise UserError(f"shard {path} is {what}-compressed; members are read by position: unpack it ({cure})")
-        return _ShardScan(path, fd, Stamp(found.st_size, found.st_mtime_ns)).index()
+        return _ShardScan(path, fd, stamp_of_open(path, fd)).index()
     finally:
         os.close(fd)
 

@@ -1,0 +1,454 @@
+"""Annotation files, shards, images and videos by address: http(s) by requests, other schemes by fsspec.
+
+    annotation file, shard ──> copied once into a local folder of bounded size, then read by position like any file;
+                               a part of one that had to leave the folder is fetched by range
+    image, video ───────────> fetched when needed, or kept in that folder, too, where INTERNVL_PACK_CACHE names it
+
+Not by fsspec's own http: its event loop lives in a thread, which forked workers lose. A request that fails by itself
+(connection refused, dropped or slow, status 408, 429 or 5xx, a body shorter than announced) is made again, after
+0.5, 1, 2 ... seconds; a copy goes on where it broke off when the server takes ranges. Nothing is executed, and what
+comes is judged by its contents, so that an error page is no image and no shard.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| `INTERNVL_PACK_CACHE` | `~/.cache/internvl_pack` | folder of the copies; images are kept only if it is set |
+| `INTERNVL_PACK_CACHE_GB` | 50 | its size; what was not used for longest goes first |
+| `INTERNVL_PACK_RETRIES` | 5 | attempts after the first |
+| `INTERNVL_PACK_TIMEOUT` | 30 | seconds without a byte after which an attempt has failed |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, TypeVar
+from urllib.parse import quote
+
+from ..errors import SampleError, UserError
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 16
+_FSSPEC_BYTES = 8 << 20
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 30.0
+_RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
+_T = TypeVar("_T")
+
+
+class RemoteError(OSError):
+    """An address that could not be read. The message names it.
+
+    Attributes:
+        gone: it does not exist.
+        tired: all attempts failed.
+    """
+
+    def __init__(self, address: str, what: str, *, gone: bool = False, tired: bool = False) -> None:
+        super().__init__(f"{address}: {what}")
+        self.strerror = f"{address}: {what}"
+        self.gone = gone
+        self.tired = tired
+        self._arguments = (address, what, gone, tired)
+
+    def __reduce__(self):  # errors of workers are pickled
+        return _remote_error, self._arguments
+
+
+def _remote_error(address: str, what: str, gone: bool, tired: bool) -> RemoteError:
+    return RemoteError(address, what, gone=gone, tired=tired)
+
+
+class NoStoreError(UserError):
+    """The package that reads addresses of a scheme is not installed, or there is none."""
+
+
+class _TryAgainError(Exception):
+    """A failure that may pass."""
+
+
+# --- options
+
+
+def _setting(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UserError(f"{name}={text!r} in the environment: give a number of at least 0")
+    return value
+
+
+def cache_folder() -> str:
+    return os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "internvl_pack")
+
+
+def keeps_images() -> bool:
+    return bool(os.environ.get("INTERNVL_PACK_CACHE"))
+
+
+def retrying(address: str, attempt: Callable[[], _T]) -> _T:
+    """`attempt` until it does not raise `_TryAgainError`. Raises RemoteError after the last one."""
+    retries = int(_setting("INTERNVL_PACK_RETRIES", 5))
+    pause = FIRST_PAUSE_SECONDS
+    for left in range(retries, -1, -1):
+        try:
+            return attempt()
+        except _TryAgainError as error:
+            if not left:
+                raise RemoteError(address, f"{error} (tried {retries + 1} times)", tired=True) from None
+            logger.info("%s: %s; trying again in %.1f s", address, error, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+    raise AssertionError("the last attempt returns or raises")
+
+
+# --- stores of bytes
+
+
+class Version(dict):
+    """What tells whether an address still holds the same bytes: size and marks, as far as the server says."""
+
+
+class Store(Protocol):
+    """One address. Methods raise RemoteError, or _TryAgainError for what may pass."""
+
+    def version(self) -> Version: ...
+
+    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
+        """Bytes [start, stop); from 0 where the server knows no ranges: the first item is the real start's."""
+        ...
+
+
+_sessions: dict[int, Any] = {}  # by process: a forked child must not write into its parent's connections
+
+
+def _session() -> Any:
+    found = _sessions.get(os.getpid())
+    if found is None:
+        try:
+            import requests
+        except ImportError:
+            raise NoStoreError("addresses need requests and fsspec: pip install internvl-pack[remote]") from None
+        _sessions.clear()
+        found = _sessions[os.getpid()] = requests.Session()
+        found.headers["Accept-Encoding"] = "identity"  # sizes and ranges count the file's own bytes
+    return found
+
+
+@dataclass(frozen=True)
+class HttpStore:
+    """An address of http(s)."""
+
+    address: str
+
+    def _request(self, method: str, **headers: str) -> Any:
+        session = _session()
+        import requests
+
+        timeout = _setting("INTERNVL_PACK_TIMEOUT", 30)
+        url = quote(self.address, safe="%:/?&=#+,;@!$'()*~[]")
+        try:
+            answer = session.request(method, url, headers=headers, timeout=timeout, stream=True, allow_redirects=True)
+        except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, UnicodeError) as error:
+            raise RemoteError(self.address, f"no address: {error}", gone=True) from None
+        except requests.exceptions.TooManyRedirects:
+            raise RemoteError(self.address, "redirected without end") from None
+        except requests.exceptions.RequestException as error:
+            raise _TryAgainError(_short(error)) from None
+        if answer.status_code in _RETRIED:
+            answer.close()
+            raise _TryAgainError(f"the server answered {answer.status_code} {answer.reason}")
+        if answer.status_code not in (200, 206, 416):
+            answer.close()
+            gone = answer.status_code in (404, 410)
+            raise RemoteError(self.address, f"the server answered {answer.status_code} {answer.reason}", gone=gone)
+        return answer
+
+    def version(self) -> Version:
+        with self._request("HEAD") as answer:
+            headers = answer.headers
+            length = headers.get("Content-Length", "")
+            marks = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
+            return Version(size=int(length) if length.isdigit() else None, **marks)
+
+    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
+        import requests
+        import urllib3
+
+        headers = {}
+        if start or stop is not None:
+            headers["Range"] = f"bytes={start}-{stop - 1 if stop is not None else ''}"
+        with self._request("GET", **headers) as answer:
+            if answer.status_code == 416:  # nothing there
+                return
+            skip = start if answer.status_code == 200 else 0  # this server knows no ranges
+            left = stop - start if stop is not None else None
+            announced, seen = answer.headers.get("Content-Length", ""), 0
+            try:
+                for chunk in answer.iter_content(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop)):
+                    seen += len(chunk)
+                    chunk, skip = chunk[skip:], max(0, skip - len(chunk))
+                    if left is not None:
+                        chunk = chunk[:left]
+                        left -= len(chunk)
+                    if chunk:
+                        yield chunk
+                    if left == 0:
+                        return
+            except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+                raise _TryAgainError(f"the connection broke after {seen} bytes: {_short(error)}") from None
+            if announced.isdigit() and seen < int(announced):
+                raise _TryAgainError(f"the connection ended after {seen} of {announced} bytes")
+
+
+@dataclass(frozen=True)
+class FsspecStore:
+    """An address of any other scheme that fsspec knows (s3, gs, hf, memory, ...)."""
+
+    address: str
+
+    def _filesystem(self) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ImportError:
+            raise NoStoreError(f"{self.address}: addresses need fsspec: pip install internvl-pack[remote]") from None
+        try:
+            return fsspec.core.url_to_fs(self.address)
+        except ImportError as error:
+            raise NoStoreError(f"{self.address}: {error}") from None
+        except ValueError as error:
+            raise NoStoreError(f"{self.address}: no store of this kind is known: {error}") from None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (RemoteError, UserError, _TryAgainError):
+            raise
+        except FileNotFoundError:
+            raise RemoteError(self.address, "there is no such file", gone=True) from None
+        except PermissionError as error:
+            raise RemoteError(self.address, f"permission denied: {_short(error)}") from None
+        except Exception as error:  # each store raises its own
+            raise _TryAgainError(_short(error)) from None
+
+    def version(self) -> Version:
+        filesystem, path = self._filesystem()
+        with self._failures():
+            info = filesystem.info(path)
+            marks = {k: str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if k in info}
+            return Version(size=info.get("size"), **marks)
+
+    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
+        filesystem, path = self._filesystem()
+        with self._failures():
+            size = filesystem.size(path)
+            end = stop if size is None or (stop is not None and stop < size) else size
+            if end is None:
+                yield filesystem.cat_file(path, start=start)
+                return
+            for at in range(start, end, _FSSPEC_BYTES):
+                yield filesystem.cat_file(path, start=at, end=min(end, at + _FSSPEC_BYTES))
+
+
+def store_of(address: str) -> HttpStore | FsspecStore:
+    scheme = address.split("://", 1)[0].lower()
+    return HttpStore(address) if scheme in ("http", "https") else FsspecStore(address)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+# --- reading
+
+
+def fetch(address: str, start: int = 0, stop: int | None = None, *, limit: int | None = None) -> bytes:
+    """Bytes [start, stop) of an address, fewer only at its end.
+
+    Raises:
+        RemoteError: it cannot be read, or has more than `limit` bytes.
+    """
+    store = store_of(address)
+    got = bytearray()
+
+    def attempt() -> bytes:
+        for chunk in store.chunks(start + len(got), stop):
+            got.extend(chunk)
+            if limit is not None and len(got) > limit:
+                raise RemoteError(address, f"more than {limit} bytes")
+        return bytes(got)
+
+    if stop is not None and stop <= start:
+        return b""
+    return retrying(address, attempt)
+
+
+def _place(address: str) -> str:
+    digest = hashlib.blake2b(address.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return os.path.join(cache_folder(), digest)
+
+
+def cached(address: str) -> str | None:
+    """The path of the local copy, if there is one; marks it as used."""
+    path = _place(address)
+    try:
+        os.utime(path)
+    except OSError:
+        return None
+    return path
+
+
+def copy_of(address: str, *, check: bool = False) -> str:
+    """The path of a local copy, made where there is none.
+
+    Args:
+        check: ask the server whether a copy from an earlier run is still what it has.
+
+    Raises:
+        RemoteError: the address cannot be read.
+        UserError: the folder of copies cannot be written.
+    """
+    path = _place(address)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process copies, others wait
+            if cached(address) is not None and not (check and _is_stale(address, path)):
+                return path
+            _copy(address, path)
+            _make_room(os.path.dirname(path), keep=path)
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{address} cannot be copied to {os.path.dirname(path)} (INTERNVL_PACK_CACHE): {error.strerror or error}"
+        ) from None
+    return path
+
+
+def _is_stale(address: str, path: str) -> bool:
+    try:
+        with open(path + ".json", encoding="utf-8") as file:
+            known = json.load(file)
+        now = retrying(address, store_of(address).version)
+    except (RemoteError, ValueError, FileNotFoundError):
+        return True
+    return any(known.get(name) != value for name, value in now.items() if value is not None)
+
+
+def _copy(address: str, path: str) -> None:
+    store = store_of(address)
+    partial = path + ".part"
+    try:
+        version = retrying(address, store.version)
+    except RemoteError as error:
+        if error.gone or error.tired:
+            raise
+        version = Version(size=None)  # some servers refuse HEAD
+    with open(partial, "wb") as file:
+
+        def attempt() -> None:
+            for chunk in store.chunks(file.tell(), None):
+                file.write(chunk)
+
+        retrying(address, attempt)
+        size = file.tell()
+    if version["size"] is not None and size != version["size"]:
+        os.unlink(partial)
+        raise RemoteError(address, f"{size} bytes came, {version['size']} were announced: does it change?")
+    with open(path + ".json", "w", encoding="utf-8") as file:
+        json.dump({**version, "size": size, "address": address}, file)
+    os.replace(partial, path)
+
+
+def _make_room(folder: str, keep: str) -> None:
+    """Remove the copies that were not used for longest until the rest fits."""
+    allowed = _setting("INTERNVL_PACK_CACHE_GB", 50) * 1e9
+    copies = []
+    for entry in os.scandir(folder):
+        if "." not in entry.name:
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat()
+                copies.append((found.st_mtime_ns, found.st_size, entry.path))
+    total = sum(size for _, size, _ in copies)
+    for _, size, path in sorted(copies):
+        if total <= allowed:
+            return
+        if path != keep:
+            for ending in ("", ".json", ".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path + ending)
+            total -= size
+
+
+def mark_of(address: str) -> int:
+    """A number that changes when the server says that the file has; 0 where it says nothing."""
+    with open(_place(address) + ".json", encoding="utf-8") as file:
+        known = json.load(file)
+    marks = sorted((k, v) for k, v in known.items() if k not in ("size", "address"))
+    return int.from_bytes(hashlib.blake2b(repr(marks).encode(), digest_size=7).digest(), "little") if marks else 0
+
+
+# --- images and videos
+
+
+@dataclass(frozen=True)
+class RemoteRef:
+    """An image or video that is a file of its own at an address."""
+
+    address: str
+
+    @property
+    def name(self) -> str:
+        return self.address
+
+    def read(self) -> bytes:
+        return self._read(None)
+
+    def head(self, num_bytes: int) -> bytes:
+        return self._read(num_bytes)
+
+    def open(self) -> BinaryIO:
+        """Videos are copied whole: players jump about in them."""
+        with self._failures():
+            if keeps_images():
+                return open(copy_of(self.address), "rb")
+        return io.BytesIO(self.read())
+
+    def _read(self, num_bytes: int | None) -> bytes:
+        from .refs import MAX_IMAGE_BYTES
+
+        with self._failures():
+            if keeps_images():
+                with open(copy_of(self.address), "rb") as file:
+                    data = file.read(MAX_IMAGE_BYTES + 1 if num_bytes is None else num_bytes)
+            else:
+                data = fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
+        if len(data) > MAX_IMAGE_BYTES:
+            raise SampleError("image_too_many_bytes", f"{self.address}: more than {MAX_IMAGE_BYTES} bytes")
+        if not data:
+            raise SampleError("image_empty", f"{self.address} has 0 bytes")
+        return data
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RemoteError as error:
+            raise SampleError("image_missing" if error.gone else "image_unreachable", str(error.strerror)) from None
+        except NoStoreError as error:  # one stray address must not end a run
+            raise SampleError("remote_not_supported", str(error)) from None
