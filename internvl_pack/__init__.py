@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from .dataset import PackedDataset
     from .encode.sample import EncodeConfig, Encoder
     from .errors import SampleError, UserError
+    from .in_batch import in_batch_collate_fn
     from .loader import PackLoader, build_loader, merge_states
+    from .preset_dataset import PresetDataset
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,8 @@ _HOMES = {
     "PackLoader": "loader",
     "build_loader": "loader",
     "merge_states": "loader",
+    "PresetDataset": "preset_dataset",
+    "in_batch_collate_fn": "in_batch",
 }
 
 __all__ = [
@@ -44,9 +48,11 @@ __all__ = [
     "PackLoader",
     "PackedDataset",
     "PackingConfig",
+    "PresetDataset",
     "SampleError",
     "UserError",
     "build_loader",
+    "in_batch_collate_fn",
     "merge_states",
     "packed_collate_fn",
     "padded_collate_fn",

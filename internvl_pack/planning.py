@@ -9,7 +9,6 @@ packing/offline.py), so a preset of the streaming packer holds the packs that st
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections import Counter
@@ -22,6 +21,7 @@ import numpy as np
 
 from .config import PackingConfig, auto_lanes
 from .errors import SampleError, UserError
+from .packing.bounds import LowerBounds
 from .packing.offline import OFFLINE_POLICIES
 from .packing.packer import LanePacker
 from .packing.split import split
@@ -389,9 +389,10 @@ class _Figures:
 
     def __init__(self, config: PackingConfig) -> None:
         self._config = config
+        self._bounds = LowerBounds(config.budget())
         self._sums: Counter[str] = Counter()
         self._segments_a_pack: Counter[int] = Counter()
-        self._lengths: Counter[int] = Counter()  # segments by bit length of their tokens
+        self._lengths: Counter[int] = Counter()  # segments by the power of two that they reach
         self._longest = 0
         self.refused: Counter[str] = Counter()
 
@@ -403,7 +404,10 @@ class _Figures:
         self._sums["segments"] += len(lengths)
         self._sums["first_fragments"] += int((table["index"].combine_chunks().flatten().to_numpy() == 0).sum())
         self._longest = max(self._longest, int(lengths.max()))
-        self._lengths.update((np.floor(np.log2(lengths)).astype(int)).tolist())
+        self._lengths.update((np.frexp(lengths)[1] - 1).tolist())
+        tiles = table["tiles"].combine_chunks().flatten()
+        for num_tokens, num_tiles in zip(lengths.tolist(), tiles.to_pylist(), strict=True):
+            self._bounds.add(num_tokens, num_tiles)
         self._segments_a_pack.update(table["lengths"].combine_chunks().value_lengths().to_pylist())
 
     def refuse(self, table: Any) -> None:
@@ -412,16 +416,14 @@ class _Figures:
     def as_json(self) -> dict[str, Any]:
         s, config = self._sums, self._config
         packs = s["packs"]
-        bound = max(
-            math.ceil(s["num_padded_tokens"] / config.max_packed_tokens),
-            math.ceil(s["num_tiles"] / max(1, config.num_images_expected)),
-        )
+        bound = self._bounds.best()
         capacity = packs * config.max_packed_tokens
         return {
             "samples": s["first_fragments"],
             "refused": dict(sorted(self.refused.items())),
             "packs": packs,
             "packs_bound": bound,
+            "packs_bounds": self._bounds.all(),
             "packs_over_bound": round(packs / bound, 6),
             "tokens": s["num_tokens"],
             "tiles": s["num_tiles"],

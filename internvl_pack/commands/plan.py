@@ -10,12 +10,11 @@ from typing import Any
 from ..config import PackingConfig
 from ..errors import UserError
 from ..packing.offline import OFFLINE_POLICIES
+from ..packing.policies import POLICIES
 from ..packing.split import OVERSIZE
 from .validate import _boolean, _option
 
 HELP = "Plan every pack of a run before it starts: writes a preset for finetune.py --packing preset."
-
-STREAMING_POLICIES = ("subset_sum", "greedy", "next_fit")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _option(run, "replacement", _boolean, False, "draw samples with replacement")
     _option(run, "use_data_resampling", _boolean, False, "weigh datasets by the square root of their length")
     how = parser.add_argument_group("how packs are planned; training takes these from the preset")
-    policies = (*STREAMING_POLICIES, *OFFLINE_POLICIES)
+    policies = (*POLICIES, *OFFLINE_POLICIES)
     _option(how, "packing_policy", str, defaults.packing_policy, f"one of {', '.join(policies)}")
     _option(how, "max_buffer_size", int, defaults.max_buffer_size, "look-ahead, samples a lane")
     _option(how, "balance_reservoir", int, 0, "packs a lane holds back to even out the ranks' work")
@@ -103,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> tuple[PackingConfig, str | None]:
     """The run's options, and the offline policy where one is asked for."""
     policy = args.packing_policy
-    if policy not in (*STREAMING_POLICIES, *OFFLINE_POLICIES):
-        known = ", ".join((*STREAMING_POLICIES, *OFFLINE_POLICIES))
+    if policy not in (*POLICIES, *OFFLINE_POLICIES):
+        known = ", ".join((*POLICIES, *OFFLINE_POLICIES))
         raise UserError(f"--packing_policy {policy} is unknown: use one of {known}")
     names = PackingConfig.__dataclass_fields__
     options = {name: value for name, value in vars(args).items() if name in names and name != "packing_policy"}
