@@ -318,6 +318,34 @@ def test_all_three_ways_agree_on_the_demo_data(tokenizer, tmp_path, demo_dir):
     assert_one_training(tiny_packed(tokenizer), demo_dir / "meta.json", tokenizer, tmp_path, TINY, row, 52)
 
 
+def write_real(shared_dir, folder, tokenizer, count):
+    """A meta file over the first `count` of the real samples that are short enough for a quarter of a row."""
+    from factory import write_meta
+
+    from internvl_pack.encode.sample import Encoder
+    from internvl_pack.sources import load_meta, open_source
+
+    encoder, meta = Encoder(tokenizer, TINY), {}
+    for spec in load_meta(shared_dir / "data" / "open" / "meta.json"):
+        source = open_source(spec)
+        records = [source.read(row) for row in range(len(source))]
+        short = [raw.data for raw in records if encoder.encode(raw, spec).record.num_tokens <= 1500][:count]
+        count -= len(short)
+        path = folder / f"{spec.name}.jsonl"
+        path.write_text("".join(json.dumps(data) + "\n" for data in short), encoding="utf-8")
+        meta[spec.name] = {"root": spec.root, "annotation": path.name}
+    return write_meta(
+        folder, {name: entry for name, entry in meta.items() if (folder / f"{name}.jsonl").stat().st_size}
+    )
+
+
+@pytest.mark.slow
+def test_all_three_ways_agree_on_500_real_samples(tokenizer, tmp_path, shared_dir):
+    meta = write_real(shared_dir, tmp_path, tokenizer, 500)
+    row = {"max_packed_tokens": 6144, "num_images_expected": 160}
+    assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, row, 500)
+
+
 # -- what does not go together -------------------------------------------------------------------------
 
 DEFAULTS = {
