@@ -141,7 +141,7 @@ def test_auto_on_a_cpu_is_sdpa():
     assert select_kernel("auto", "cpu", torch.bfloat16).name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "varlen"])
+@pytest.mark.parametrize("name", ["flash_attn", "varlen", "fa3", "fa4"])
 def test_a_cuda_kernel_asked_for_on_a_cpu_names_the_option_and_the_cure(name):
     with pytest.raises(UserError, match=f"--attn_kernel {name} needs a CUDA device.*use --attn_kernel auto or sdpa"):
         select_kernel(name, "cpu")
@@ -168,6 +168,54 @@ def test_on_cuda_flash_attn_comes_first_then_torchs_own(cuda_like, monkeypatch):
         UserError, match=r"--attn_kernel flash_attn needs flash-attn 2: pip install 'internvl-pack\[flash\]'"
     ):
         select_kernel("flash_attn", "cuda")
+
+
+def test_on_hopper_flash_attention_4_comes_first_where_it_is_installed(cuda_like, monkeypatch):
+    monkeypatch.setattr(kernels, "_fa4_varlen_func", lambda: print)
+    assert select_kernel("auto", "cuda").name != "fa4"  # Ampere
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert select_kernel("auto", "cuda").name == "fa4"
+    monkeypatch.setattr(kernels, "_fa4_varlen_func", lambda: None)
+    assert select_kernel("auto", "cuda").name != "fa4"
+    with pytest.raises(UserError, match="--attn_kernel fa4 needs FlashAttention 4: pip install --pre flash-attn-4"):
+        select_kernel("fa4", "cuda")
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_flash_attention_4_is_called_as_causal_with_or_without_a_window(monkeypatch, window):
+    calls = []
+
+    def like_4(q, k, v, **given):
+        calls.append(given)
+        return q, None
+
+    monkeypatch.setattr(kernels, "_fa4_varlen_func", lambda: like_4)
+    q = torch.zeros(4, 2, 8)
+    assert kernels.fa4(q, q, q, int32(0, 4), 4, 0.5, window) is q
+    assert calls[0]["causal"] and calls[0]["softmax_scale"] == 0.5
+    assert calls[0]["window_size"] == ((2, 0) if window == 3 else (None, None))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attention_sees_the_same_segments(window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, heads, 16, generator=generator) for heads in (4, 2, 2))
+    row = (int32(0, 5, 6, 12), 6, None, window)
+    assert torch.allclose(kernels.flex(q, k, v, *row), kernels.sdpa(q, k, v, *row), atol=1e-5)
+    with pytest.raises(UserError, match="--attn_kernel flex has a backward pass on CUDA only"):
+        select_kernel("flex", "cpu")
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_written_out_gradient_of_the_reference_is_autograds(window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (torch.randn(12, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+    row = (int32(0, 5, 6, 12), 6, 0.3, window)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(kernels.sdpa(*leaves, *row), leaves, upstream)
+    out, lse = kernels.sdpa_forward(q, k, v, *row)
+    for got, right in zip(kernels.sdpa_backward(upstream, q, k, v, out, lse, *row), expected, strict=True):
+        assert torch.allclose(got, right, atol=1e-5)
 
 
 def test_float32_on_cuda_is_sdpa(cuda_like):

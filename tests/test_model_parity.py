@@ -178,6 +178,14 @@ def test_the_heads_gradients_are_autograds(kernel, trains):
         assert module(tensors[0], targets, weights)[0].item() == pytest.approx(weighted.item(), rel=1e-6)
 
 
+def test_the_heads_gradients_are_given_once(tokenizer):
+    packed = tiny_packed(tokenizer)
+    loss = packed(**packed_batch(mixed_segments(tokenizer))).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass needs a second forward pass"):
+        loss.backward()
+
+
 def test_the_first_token_of_a_segment_is_never_a_target(tokenizer):
     packed = tiny_packed(tokenizer)
     batch = packed_batch(mixed_segments(tokenizer))

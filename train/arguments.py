@@ -337,7 +337,7 @@ class PackTrainingArguments(TrainingArguments):
         False, "Write the ids of the samples of every optimizer step to output_dir/sample_ids, a file a rank."
     )
     check_isolation: bool = option(
-        False,
+        True,
         "Before training, prove on the model as it will train that no sample of a pack sees another (some seconds).",
     )
 

@@ -32,6 +32,7 @@ from transformers import Trainer, TrainerCallback
 from internvl_pack.collate import is_filler
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, merge_states
+from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
 from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
@@ -93,7 +94,7 @@ class PackTrainer(Trainer):
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.metrics = StepMetrics(loader, args)
+        self.metrics = StepMetrics(loader, model, args.device)
         self.epoch_plan: EpochPlan | None = None
         self.epoch_ledgers: list[Ledger] = []
         self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
@@ -202,6 +203,7 @@ class PackTrainer(Trainer):
         values = vector.tolist()
         figures = dict(zip(_VECTOR, values, strict=False))
         costs = values[len(_VECTOR) :]
+        figures["flops"] = sum(costs)
         figures["balance"] = sum(costs) / len(costs) / max(costs) if max(costs) > 0 else 1.0
         figures["own_loss_weight"] = own["loss_weight"]
         return figures
@@ -398,10 +400,12 @@ class _EpochControl(TrainerCallback):
 class StepMetrics:
     """Figures of the steps since the last log, summed over ranks."""
 
-    def __init__(self, loader: PackLoader, args: Any) -> None:
+    def __init__(self, loader: PackLoader, model: torch.nn.Module, device: torch.device) -> None:
         self._config = loader.packed_dataset.config
+        self._flops = flop_counts(model.config, **trained_parts(model))
+        self._on_cuda = device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if self._on_cuda else None
         self._max_tiles = loader.budget[1]
-        self._tokens_per_tile = loader.packed_dataset.encoder.config.tokens_per_tile
         self._ranks = loader.packed_dataset.world_size
         self._sums: dict[str, float] = {}
         self._steps = 0
@@ -416,8 +420,8 @@ class StepMetrics:
         return float(sum(b["num_tokens"] for b in batches))
 
     def cost(self, batches: list[dict[str, Any]]) -> float:
-        """A rank's relative cost of a step: language tokens and vision tiles (each as its tokens before merging)."""
-        return float(sum(b["num_tokens"] + 4 * self._tokens_per_tile * b["num_tiles"] for b in batches))
+        """What a rank computes in a step: floating-point operations (docs/performance.md has the formula)."""
+        return float(sum(self._flops.of(b) for b in batches))
 
     def begin_step(self, figures: dict[str, float], waited: float) -> None:
         self._now = figures | {"data_wait_s": waited}
@@ -437,7 +441,7 @@ class StepMetrics:
         sums, steps = self._sums, self._steps
         self._sums, self._steps, self._started = {}, 0, time.perf_counter()
         tile_capacity = sums["num_packs"] * self._max_tiles
-        return {
+        logs = {
             "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._ranks,
             "samples_per_s": sums["num_samples"] / elapsed,
             "tiles_per_s": sums["num_tiles"] / elapsed,
@@ -446,4 +450,10 @@ class StepMetrics:
             "samples_per_pack": sums["num_samples"] / max(1.0, sums["num_packs"]),
             "data_wait": sums["data_wait_s"] / elapsed,
             "rank_balance": sums["balance"] / steps,
+            "tflops_per_s_per_gpu": sums["flops"] / elapsed / self._ranks / 1e12,
         }
+        if self._peak_flops is not None:
+            logs["mfu"] = sums["flops"] / elapsed / self._ranks / self._peak_flops
+        if self._on_cuda:
+            logs["memory_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        return logs

@@ -226,8 +226,8 @@ def check_vision_micro_tiles(packed: PackedModel) -> None:
     """
     if packed.vision_micro_tiles is not None and is_zero3(packed):
         raise UserError(
-            f"--vision_micro_tiles {packed.vision_micro_tiles} with ZeRO-3: ranks with different numbers of tiles would "
-            "wait for each other; leave it out, or use --deepspeed zero_stage1 or zero_stage2"
+            f"--vision_micro_tiles {packed.vision_micro_tiles} with ZeRO-3: ranks with different numbers of tiles "
+            "would wait for each other; leave it out, or use --deepspeed zero_stage1 or zero_stage2"
         )
 
 
