@@ -420,3 +420,20 @@ def test_data_in_which_nothing_loads_and_runs_that_stop_are_told_when_planned(to
     (tmp_path / "made.jsonl").write_text("[]\n" * 4)
     with pytest.raises(UserError, match="no sample of the data can be trained on"):
         planned(meta, tmp_path / "c", tokenizer)
+
+
+def test_a_stopped_plan_of_other_data_is_begun_anew_with_a_warning(tokenizer, tmp_path, caplog):
+    def stop(what, total, steps):
+        for _ in steps:
+            pass
+        if what == "measuring":
+            raise KeyboardInterrupt
+
+    meta = write_jsonl(tmp_path, 20)
+    with pytest.raises(KeyboardInterrupt):
+        planned(meta, tmp_path / "preset", tokenizer, follow=stop)
+    write_jsonl(tmp_path, 20, seed=1)
+    planned(meta, tmp_path / "preset", tokenizer)
+    assert "was made with other data or settings and is begun anew" in caplog.text
+    planned(meta, tmp_path / "fresh", tokenizer)
+    assert files(tmp_path / "preset") == files(tmp_path / "fresh")

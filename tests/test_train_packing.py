@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,34 @@ def test_a_preset_of_other_options_is_refused_at_start_by_their_name(train, made
     assert "max_packed_tokens was 512 and is 640 now" in capsys.readouterr().err
     assert train(*options, "--dynamic_image_size", "True") == 2
     assert "dynamic_image_size was False and is True now" in capsys.readouterr().err
+
+
+def test_a_preset_that_holds_its_data_trains_without_it(train, made, tmp_path):
+    write_jsonl(tmp_path / "data", COUNT)
+    argv = ["plan", str(tmp_path / "data" / "meta.json"), "--out", str(tmp_path / "preset"), "--materialise"]
+    assert internvl_pack([*argv, "--tokenizer", str(made / "model"), "--workers", "2", "--num_lanes", "2", *SHAPE]) == 0
+    shutil.rmtree(tmp_path / "data")
+    assert not (tmp_path / "preset" / "work").exists()
+    options = ("--packing", "preset", "--preset_path", str(tmp_path / "preset"), "--num_train_epochs", "1")
+    assert train(*options, "--meta_path", "", "--save_strategy", "no") == 0
+    summary = summary_of(tmp_path)
+    assert (summary["samples_in"], summary["samples_packed"]) == (COUNT, COUNT) and summary["num_tiles"] > 0
+    assert train("--packing", "stream", "--meta_path", "") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--packing_policy", "best"), "--packing_policy best is unknown: use one of"),
+        (("--packing_policy", "first_fit_shuffle", "--balance_reservoir", "4"), "--balance_reservoir does not go with"),
+        (("--workers", "-1"), "--workers must be at least 0"),
+        (("--epochs", "0"), "--epochs 0: give at least 1"),
+        (("--tokenizer", "nowhere"), "--tokenizer nowhere cannot be loaded"),
+    ],
+)
+def test_mistakes_of_planning_are_told_in_one_line(options, message, made, tmp_path, capsys):
+    argv = ["plan", str(made / "meta.json"), "--out", str(tmp_path / "out"), "--tokenizer", str(made / "model")]
+    assert internvl_pack([*argv, "--workers", "0", *options]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("internvl-pack: error")]
+    assert message in line
+    assert not (tmp_path / "out" / "preset.json").exists()

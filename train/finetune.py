@@ -197,7 +197,7 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
     }
     if data_args.way == PRESET:
         dataset: PackedDataset = PresetDataset.open(
-            data_args.preset_path, data_args.meta_path, tokenizer, config, **options
+            data_args.preset_path, data_args.meta_path or None, tokenizer, config, **options
         )
     else:
         dataset = PackedDataset.from_meta(data_args.meta_path, tokenizer, config, **options)
