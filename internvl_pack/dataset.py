@@ -116,6 +116,8 @@ class PackedDataset(IterableDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Order of this epoch from the next iteration on; a state loaded for another epoch is let go."""
+        if epoch != self.epoch:
+            self._streams = {}  # they are another epoch's: its lanes are no state of this one
         self.epoch = epoch
         if self._start is not None and self._start["epoch"] != epoch:
             self._start = None

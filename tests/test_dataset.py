@@ -279,6 +279,18 @@ def test_more_readers_than_shards_share_the_samples(tokenizer, tmp_path):
     assert len(seen) == 15 and set(seen.values()) == {1}
 
 
+def test_a_dataset_that_has_ended_an_epoch_saves_nothing_of_it_for_the_next(jsonl, tokenizer):
+    dataset = PackedDataset.from_meta(jsonl, tokenizer, CONFIG, encode=TINY)
+    assert list(dataset)
+    dataset.set_epoch(1)
+    state = json.loads(json.dumps(dataset.state_dict()))
+    restored = PackedDataset.from_meta(jsonl, tokenizer, CONFIG, encode=TINY)
+    restored.load_state_dict(state)
+    assert [[s.sample_id for s in row.segments] for row in restored] == [
+        [s.sample_id for s in row.segments] for row in dataset
+    ]
+
+
 def test_persistent_workers_hear_of_the_next_epoch(jsonl, tokenizer):
     orders = []
     for _ in range(2):

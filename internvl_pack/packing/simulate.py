@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.packer import LanePacker
-from internvl_pack.packing.reservoir import Reservoir
 from internvl_pack.packing.split import split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -28,7 +27,7 @@ CHUNK = 4096  # rows packed between two looks at the clock
 SAMPLE = 20_000  # rows of the stream from which the ranks' streams are drawn
 TOKENS_A_TILE = 256
 WARM_UP = 60  # packs of a lane before the ranks are compared, so that its look-ahead is in its steady state
-STEPS = 60
+STEPS = 112  # twice the reservoir's cycle
 RESERVOIR = 16
 
 
@@ -112,10 +111,12 @@ def simulate(
         raise UserError(f"--lanes is {num_lanes}: give at least 1")
     if num_ranks < 1:
         raise UserError(f"--ranks is {num_ranks}: give at least 1")
+    if reservoir < 0:
+        raise UserError(f"--reservoir is {reservoir}: give 0 or more packs")
     cost = cost or CostModel.from_size("1B")
 
-    def make() -> LanePacker[Fragment]:
-        return LanePacker(budget, policy=policy, buffer_size=buffer_size, cost=cost)
+    def make(reservoir: int = 0) -> LanePacker[Fragment]:
+        return LanePacker(budget, policy=policy, buffer_size=buffer_size, reservoir=reservoir, cost=cost)
 
     lanes = [_Lane(make()) for _ in range(num_lanes)]
     bounds = LowerBounds(budget)
@@ -154,8 +155,9 @@ def simulate(
     packs = sum(lane.packs for lane in lanes)
     even, even_reservoir = 1.0, 1.0
     if compare_ranks and packs:
-        even, even_reservoir = rank_efficiency(
-            kept.rows, make, cutter, cost, num_ranks=num_ranks, reservoir=reservoir, seed=seed
+        even = rank_efficiency(kept.rows, make, cutter, cost, num_ranks=num_ranks, seed=seed)
+        even_reservoir = rank_efficiency(
+            kept.rows, lambda: make(reservoir), cutter, cost, num_ranks=num_ranks, seed=seed
         )
     return Simulation(
         samples=samples,
@@ -221,7 +223,8 @@ class Cutter:
         num_tokens, num_tiles, num_images = length
         if num_tokens > 0 and self.budget.fits(num_tokens, num_tiles):
             return [whole(Record("", num_tokens, num_tiles), position)]
-        spans = _spread(num_tokens, num_tiles, num_images) if num_tiles else ()
+        # more tiles than tokens is no sample that was ever encoded: one block, which cannot be cut
+        spans = _spread(num_tokens, num_tiles, num_images) if 0 < num_tiles <= num_tokens else ()
         record = Record(f"row {position + 1}", num_tokens, num_tiles, spans=spans)
         return split(record, position, self.budget, oversize=self.oversize)
 
@@ -265,24 +268,20 @@ def rank_efficiency(
     cost: CostModel,
     *,
     num_ranks: int = 64,
-    reservoir: int = RESERVOIR,
     num_steps: int = STEPS,
     seed: int = 0,
-) -> tuple[float, float]:
-    """Mean over max cost of a step, averaged over steps: (independent lanes, with a reservoir of packs a rank).
+) -> float:
+    """Mean over max cost of a step, averaged over `num_steps`.
 
     Each rank has a lane that draws its own reshuffled stream of the rows, again and again; the first WARM_UP packs
-    and what fills the reservoir are left out, and there is no end whose last packs would count.
+    are left out, and there is no end whose last packs would count.
     """
-    plain, held = [], []
+    ranks = []
     for rank in range(num_ranks):
         costs = _costs(_endless(rows, cutter, random.Random(f"{seed} {rank}")), make(), cost)
-        costs = list(islice(costs, WARM_UP + num_steps + reservoir))
-        if not costs:
-            return 1.0, 1.0
-        plain.append(costs[WARM_UP : WARM_UP + num_steps])
-        held.append(list(_through(Reservoir(reservoir), costs))[WARM_UP : WARM_UP + num_steps])
-    return _evenness(plain), _evenness(held)
+        ranks.append(list(islice(costs, WARM_UP, WARM_UP + num_steps)))
+    steps = list(zip(*ranks, strict=True))
+    return sum(sum(step) / len(step) / max(step) for step in steps) / len(steps) if steps else 1.0
 
 
 def _endless(rows: Sequence[Length], cutter: Cutter, order: random.Random) -> Iterator[Fragment]:
@@ -311,21 +310,6 @@ def _costs(fragments: Iterator[Fragment], packer: LanePacker[Fragment], cost: Co
         yield cost.of_pack((packer.budget.aligned(f.num_tokens), f.num_tiles) for f in packer.pop())
 
 
-def _through(reservoir: Reservoir, costs: Iterable[int]) -> Iterator[int]:
-    if not reservoir.size:
-        yield from costs
-        return
-    for value in costs:
-        reservoir.add(value, value)
-        if reservoir.full:
-            yield reservoir.pop()
-
-
-def _evenness(ranks: Sequence[Sequence[int]]) -> float:
-    steps = list(zip(*ranks, strict=True))
-    return sum(sum(step) / len(step) / max(step) for step in steps) / len(steps) if steps else 1.0
-
-
 def _quantile(counts: Counter[int], share: float) -> int:
     """The smallest value that `share` of the counted values do not exceed."""
     total, seen = sum(counts.values()), 0
@@ -340,10 +324,10 @@ def read_lengths(lines: TextIO, name: str) -> Iterator[Length]:
     """Rows of a CSV file with the columns num_tokens and num_tiles, and num_images if it has it, one by one.
 
     Raises:
-        UserError: a column is missing, or a row's number is none; it names the line.
+        UserError: a column is missing, a row's number is none, or it is no text; it names the line.
     """
-    rows = csv.reader(lines)
-    header = next(rows, None)
+    rows = _rows(csv.reader(lines), name)
+    _, header = next(rows, (0, None))
     if header is None:
         raise UserError(f"{name} is empty: give a CSV file with the columns num_tokens and num_tiles")
     header = [column.strip().lstrip("\ufeff") for column in header]
@@ -352,15 +336,24 @@ def read_lengths(lines: TextIO, name: str) -> Iterator[Length]:
             raise UserError(f"{name} has no column {column}: it has {', '.join(header)}")
     tokens, tiles = header.index("num_tokens"), header.index("num_tiles")
     images = header.index("num_images") if "num_images" in header else None
-    for row in rows:
+    for line, row in rows:
         if not row:
             continue
         try:
             length = Length(int(row[tokens]), int(row[tiles]))
         except (IndexError, ValueError):
-            raise UserError(f"{name}:{rows.line_num}: num_tokens and num_tiles must be whole numbers") from None
+            raise UserError(f"{name}:{line}: num_tokens and num_tiles must be whole numbers") from None
         if min(length.num_tokens, length.num_tiles) < 0:
-            raise UserError(f"{name}:{rows.line_num}: num_tokens and num_tiles cannot be negative")
+            raise UserError(f"{name}:{line}: num_tokens and num_tiles cannot be negative")
         if images is not None and len(row) > images and row[images].isdecimal():
             length = length._replace(num_images=int(row[images]))
         yield length
+
+
+def _rows(reader: Any, name: str) -> Iterator[tuple[int, list[str]]]:
+    """(line number, row) of a CSV reader."""
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{name}:{reader.line_num + 1}: this is no CSV file in UTF-8 ({error})") from None
