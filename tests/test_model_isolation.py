@@ -121,7 +121,7 @@ def test_the_vision_tower_and_the_language_model_get_what_they_may_see(tokenizer
         )
     packed(**packed_batch(mixed_segments(tokenizer)))
     assert "cu_seq_lens_q" not in calls["vision"]
-    assert calls["language"].get("attention_mask") is None
+    assert calls["language"]["attention_mask"].shape == (1, 1, 1, 1)  # stands for a finished mask; nobody reads it
     assert calls["language"]["use_cache"] is False
     assert type(calls["language"]["max_length_q"]) is int
     assert calls["language"]["cu_seq_lens_q"].dtype == torch.int32
@@ -133,4 +133,4 @@ def test_no_mask_is_made_for_a_pack(tokenizer):
     for layer in packed.language_model.layers:
         layer.register_forward_pre_hook(lambda _m, _a, kw: masks.append(kw["attention_mask"]), with_kwargs=True)
     packed(**packed_batch(text_segments(tokenizer)))
-    assert masks == [None] * len(packed.language_model.layers)
+    assert [m.numel() for m in masks] == [1] * len(packed.language_model.layers)

@@ -306,6 +306,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "neftune_noise_alpha": (None, "it patches the model's embeddings"),
     "load_best_model_at_end": (False, "checkpoints are resumed from, not chosen between: load the one you want"),
     "include_num_input_tokens_seen": ("no", "tokens are counted exactly under num_real_tokens"),
+    "torch_compile": (False, "it compiles the whole model as one piece: use --compile"),
     "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
 }
