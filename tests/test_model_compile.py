@@ -8,6 +8,7 @@ from model_samples import gradients, mixed_segments, packed_batch, relative_erro
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from internvl_pack.errors import UserError
+from internvl_pack.model.build import check_vision_micro_tiles
 from internvl_pack.model.compiled import compile_blocks, compiled_modules
 from internvl_pack.model.selfcheck import check_isolation
 
@@ -114,3 +115,12 @@ def test_what_does_not_compile_is_refused_by_name(tokenizer, monkeypatch):
     packed.language_model.norm.weight.ds_id = 1  # as ZeRO-3 marks what it has partitioned
     with pytest.raises(UserError, match="--compile with ZeRO-3"):
         compile_blocks(packed)
+
+
+def test_vision_micro_tiles_are_refused_with_zero_3(tokenizer):
+    packed = tiny_packed(tokenizer)
+    packed.vision_micro_tiles = 4
+    check_vision_micro_tiles(packed)
+    packed.language_model.norm.weight.ds_id = 1
+    with pytest.raises(UserError, match="--vision_micro_tiles 4 with ZeRO-3"):
+        check_vision_micro_tiles(packed)
