@@ -26,6 +26,7 @@ class PackingConfig:
         max_attention_cost: sum of squared segment lengths of a row, or None.
         pad_to_multiple_of: tokens; each segment's length is rounded up to it inside the budget.
         balance_reservoir: packs a lane holds back so that all ranks emit packs of like cost; 0 is off.
+        cost_model: whose operations packs are balanced by: a size (`1B` to `78B`) or a model's config.json.
         num_lanes: logical streams; None derives them from the data, see `auto_lanes`.
         packing: False gives one sample a row, for the padded comparison.
         seed: of the order.
@@ -44,6 +45,7 @@ class PackingConfig:
     max_attention_cost: int | None = None
     pad_to_multiple_of: int = 1
     balance_reservoir: int = 0
+    cost_model: str = "1B"
     num_lanes: int | None = None
     packing: bool = True
     seed: int = 42

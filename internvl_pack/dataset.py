@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from .config import PackingConfig, auto_lanes
 from .encode.sample import Encoder
 from .errors import UserError
 from .lanes import Topology
+from .packing.cost import CostModel
 from .sources import DatasetSpec, Source, load_meta, open_source
 from .sources.mixture import Mixture, MixturePart
 from .stream import LaneStream
@@ -80,6 +81,7 @@ class PackedDataset(IterableDataset):
             raise UserError(f"the data holds no samples: {damage}")
         check_budget(self.config, encoder)
         self.num_lanes = self.config.num_lanes or auto_lanes(self.num_positions, self.world_size)
+        self.cost_model = CostModel.from_name(self.config.cost_model)
         self._start: dict[str, Any] | None = None
         self._streams: dict[int, LaneStream] = {}
 
@@ -185,6 +187,7 @@ class PackedDataset(IterableDataset):
     def fingerprint(self) -> dict[str, Any]:
         """Options and data that the order of packs depends on, by name, as JSON values."""
         config = {k: v for k, v in asdict(self.config).items() if k not in _POLICY_OPTIONS}
+        config["cost_model"] = list(astuple(self.cost_model))  # the same model may lie elsewhere on resume
         data = [[p.name, p.num_rows, p.repeat_time, p.weight] for p in self.parts]
         return config | {"num_lanes": self.num_lanes, "meta": data} | self.encoder.fingerprint()
 

@@ -22,6 +22,7 @@ import numpy as np
 from .config import PackingConfig, auto_lanes
 from .errors import SampleError, UserError
 from .packing.bounds import LowerBounds
+from .packing.cost import CostModel
 from .packing.offline import OFFLINE_POLICIES
 from .packing.packer import LanePacker
 from .packing.split import split
@@ -165,6 +166,7 @@ class Planner:
                 policy=self.config.packing_policy,
                 buffer_size=self.config.max_buffer_size,
                 reservoir=self.config.balance_reservoir,
+                cost=CostModel.from_name(self.config.cost_model),
             )
             more = True
             while True:

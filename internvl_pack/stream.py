@@ -41,7 +41,8 @@ class LaneStream:
             self.budget,
             policy=config.packing_policy,
             buffer_size=config.max_buffer_size if config.packing else 1,
-            reservoir=config.balance_reservoir,
+            reservoir=config.balance_reservoir if config.packing else 0,
+            cost=dataset.cost_model,
         )
         self.cursor = 0  # positions of the lane already read
         self.turns = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -13,6 +14,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "shell" / "data" / "demo"
 SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True)
+def logs_reach_the_tests():
+    """`finetune` takes the logs for itself; a test after it in the same process wants to see them again."""
+    for name in ("internvl_pack", "train"):
+        logging.getLogger(name).propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -183,6 +183,11 @@ class DataTrainingArguments:
     balance_reservoir: int = option(
         0, "Packs a lane holds back so that all ranks train packs of like cost at the same time; 0: off."
     )
+    cost_model: str | None = option(
+        None,
+        "Whose operations packs of all ranks are balanced by: 1B, 2B, 8B, 14B, 38B, 78B or a config.json. "
+        "Default: the model that is trained where it is a local folder, else 1B.",
+    )
     on_error: Literal["skip", "stop"] = option(
         "skip", "A sample that cannot be used: skip and count it, or stop the run."
     )
@@ -264,6 +269,7 @@ class DataTrainingArguments:
             max_attention_cost=self.max_attention_cost,
             pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult),
             balance_reservoir=self.balance_reservoir,
+            cost_model=self.cost_model or "1B",
             num_lanes=self.num_lanes,
             packing=self.way in (STREAM, PRESET),
             seed=seed,

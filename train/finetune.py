@@ -117,6 +117,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     kernel = select_kernel(model_args.attn_kernel, args.device, compute_dtype)
     seed = args.seed if args.data_seed is None else args.data_seed
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
+    packing = balanced_by_the_model(packing, model_args, data_args)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
@@ -151,6 +152,22 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
         trainer.add_callback(IsolationCheck(trainer))
     return Run(trainer, quarantine, epochs, kernel.name, zero_stage(args), checkpoint)
+
+
+def balanced_by_the_model(packing: Any, model_args: Any, data_args: Any) -> Any:
+    """Streamed packs are balanced by the operations of the model that is trained, where its config is at hand."""
+    from internvl_pack.combinations import STREAM
+    from internvl_pack.packing.cost import CostModel
+
+    folder = model_args.model_name_or_path
+    if data_args.way != STREAM or data_args.cost_model or not folder or not Path(folder, "config.json").is_file():
+        return packing
+    try:
+        CostModel.from_name(folder)
+    except UserError as error:
+        logger.info("packs are balanced by InternVL3-1B's costs: %s", error)
+        return packing
+    return replace(packing, cost_model=folder)
 
 
 def load_tokenizer(model_args: Any) -> Any:
