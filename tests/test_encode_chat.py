@@ -127,7 +127,9 @@ def test_control_tokens_typed_in_any_turn_stay_text(encoder, tokenizer, typed, r
 @given(st.lists(st.sampled_from([*TYPED, "<", "|", "im_", "end|>", "<image", ">", "\n", " ", "é", "图"]), max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_no_mixture_of_control_text_opens_a_turn_or_an_image(encoder, tokenizer, pieces):
-    text = "".join(pieces).replace("<image>", "")
+    text = "".join(pieces)
+    while "<image>" in text:  # taking one out may put another together
+        text = text.replace("<image>", "")
     turns = [("system", text), ("human", text), ("gpt", f"{text}."), ("human", text), ("gpt", f".{text}")]
     encoded = encoder.encode(raw_sample(turns), SPEC)
     assert structure(tokenizer, encoded) == TURN * 5
