@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
-from internvl_pack.collate import is_filler
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, merge_states
 from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
@@ -153,15 +152,18 @@ class PackTrainer(Trainer):
         """The step's batches and its normaliser; no batches once no rank has data left."""
         defer_worker_death()
         started = time.perf_counter()
-        batches, error = [], None
+        batches, error, has_data = [], None, False
         try:
             for _ in range(self.args.gradient_accumulation_steps):
                 batch = next(epoch_iterator, None)
+                # The loader gives an empty row only where samples follow it: a whole step may be empty, and the
+                # lanes of the next one not.
+                has_data |= batch is not None
                 batches.append(batch if batch is not None else self.loader.filler_batch())
         except Exception as problem:
             error = problem
         waited = time.perf_counter() - started
-        figures = self._reduce(batches, failed=error is not None)
+        figures = self._reduce(batches, failed=error is not None, has_data=has_data)
         if figures["failed"]:
             self._fail_together(error)
         if not figures["has_data"]:
@@ -188,12 +190,12 @@ class PackTrainer(Trainer):
             raise UserError(message) from error
         raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
 
-    def _reduce(self, batches: list[dict[str, Any]], *, failed: bool) -> dict[str, float]:
+    def _reduce(self, batches: list[dict[str, Any]], *, failed: bool, has_data: bool) -> dict[str, float]:
         """Sums over the ranks, and the slowest rank's modelled cost against the mean."""
         own = {key: float(sum(b[key] for b in batches)) for key in _COUNTS}
         own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
         own["failed"] = float(failed)
-        own["has_data"] = float(any(not is_filler(b) for b in batches))
+        own["has_data"] = float(has_data)
         own["capacity"] = self.metrics.capacity(batches)
         vector = torch.zeros(len(_VECTOR) + self._world_size, dtype=torch.float64)
         vector[: len(_VECTOR)] = torch.tensor([own[key] for key in _VECTOR], dtype=torch.float64)
