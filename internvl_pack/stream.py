@@ -39,7 +39,7 @@ class LaneStream:
         self.budget = config.budget()
         self.packer = LanePacker(
             self.budget,
-            policy=config.packing_policy,
+            policy=config.packing_policy if config.packing else "single",
             buffer_size=config.max_buffer_size if config.packing else 1,
             reservoir=config.balance_reservoir if config.packing else 0,
             cost=dataset.cost_model,

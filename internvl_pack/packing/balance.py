@@ -5,14 +5,16 @@ left to choose is how much of the rest it takes: with tokens full, how many tile
 That rest is called the pack's secondary cost here. Three things set its target:
 
     level   the stream's own ratio, so that targets and supply agree in the long run
-    light   some samples cannot be part of an average pack: 7,000 tokens of text leave no room for 26 tiles.
-            Every PHASES-th pack of a lane is made for them: they wait for it, and its target is away from the
-            level by what the others are spared. All lanes count their packs alike, so all ranks come to it in
-            the same step, and no rank waits for the others with an ordinary pack.
     drift   what the look-ahead holds too much of is handed out slowly, a share SLOPE / records a pack
+    light   some samples are odd: they cannot be part of an average pack. 7,000 tokens of text leave no room for 26
+            tiles. Every PHASES-th pack of a lane is made for them: they wait for it, and its target is away from
+            the level by what the others are spared. All lanes count their packs alike, so all ranks come to it in
+            the same step, and no rank waits for the others with an ordinary pack.
 
-Measured on the 15,000 lengths of benchmarks/real_mix_a.csv, 64 ranks, 1B: mean over max cost of a step rises from
-0.911 to 0.946 at 8192/40, 0.947 to 0.965 at 16384/48, 0.953 to 0.964 at 32768/96 by the light packs alone.
+With a reservoir, which sorts packs by cost anyway, odd samples are packed as soon as they come and every pack has the
+same target: light packs would only fill the reservoir with packs of one kind.
+
+Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/packing.md.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PHASES = 4
 SPARED = 2.0  # times the mean of what such samples miss: they also take their neighbours' share
 SLOPE = 1.5
 MOST_DRIFT = 0.06  # of the mean cost of a pack
+FILLED = 0.9  # of a budget: an anchor with too few neighbours for this waits for more of them
 ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack before it waits for a light one
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
 UNIT = 1024  # costs are whole numbers of 1/1024 token
@@ -70,8 +73,9 @@ class Balance:
         "tokens_bind",
     )
 
-    def __init__(self, budget: Budget, cost: CostModel) -> None:
+    def __init__(self, budget: Budget, cost: CostModel, *, light_packs: bool = True) -> None:
         self.budget = budget
+        self.light_packs = light_packs
         self._attention, self._token = cost.attention * UNIT, cost.token
         self.tile_cost = cost.tile * UNIT // cost.token
         self.figures = dict.fromkeys(self.FIGURES, 0)
@@ -167,11 +171,11 @@ class Balance:
             (f["tiles"] - f["tiles_before"]) / max(1, budget.max_tiles),
         )
         high = f["missed_high"] > f["missed_low"]
-        spared = SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
+        spared = self.light_packs * SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
         if high:
             spared = -spared
         ordinary = ratio * full + drift + spared
-        light = pops % PHASES == 0
+        light = not self.light_packs or pops % PHASES == 0
         anchor = 0
         if pops - born[0] < patience and not last:
             side = "poor" if high else "rich"
@@ -182,6 +186,8 @@ class Balance:
                 if (reach > odd if high else reach < odd) == light:
                     anchor = place
                     break
+            if self._most_filled(anchor, tokens, tiles) < FILLED:
+                anchor = max(anchor, self._largest(tokens, tiles), key=lambda a: self._most_filled(a, tokens, tiles))
         share = 1 - BY_SEARCH / f["samples"] * max(
             f["tokens"] / budget.max_tokens, f["tiles"] / max(1, budget.max_tiles)
         )
@@ -193,3 +199,22 @@ class Balance:
             tokens_by_age=max(0.0, share) * budget.max_tokens,
             tiles_by_age=max(0.0, share) * budget.max_tiles,
         )
+
+    def _most_filled(self, anchor: int, tokens: list[int], tiles: list[int]) -> float:
+        """How full the pack of this anchor could be at most, by the sizes of all that fit beside it; 1 is full."""
+        max_tokens, max_tiles = self.budget.max_tokens, self.budget.max_tiles
+        room_tokens, room_tiles = max_tokens - tokens[anchor], max_tiles - tiles[anchor]
+        all_tokens = all_tiles = 0
+        for place, (t, v) in enumerate(zip(tokens, tiles, strict=True)):
+            if place == anchor or (t <= room_tokens and v <= room_tiles):
+                all_tokens += t
+                all_tiles += v
+                if all_tokens >= max_tokens or all_tiles >= max_tiles > 0:
+                    return 1.0
+        return max(all_tokens / max_tokens, all_tiles / max_tiles if max_tiles else 0.0)
+
+    def _largest(self, tokens: list[int], tiles: list[int]) -> int:
+        """Place of the largest record by its share of either budget, the oldest of equal ones."""
+        max_tokens, max_tiles = self.budget.max_tokens, self.budget.max_tiles
+        shares = [max(t * max_tiles, v * max_tokens) if max_tiles else t for t, v in zip(tokens, tiles, strict=True)]
+        return shares.index(max(shares))

@@ -5,6 +5,9 @@
         packer.pop()                    -> the next pack
     while packer.waiting: packer.pop()  -> the last packs
 
+The look-ahead holds `buffer_size` records, and more where these are so short that they would not fill LOOK_AHEAD_PACKS
+packs: 64 questions of 60 tokens are a quarter of a row of 16,384.
+
 Bounded wait. A pack is built around one waiting fragment, its anchor. After `buffer_size` packs a fragment is older
 than any other may stay: from then on the oldest is the anchor of every pack. So a fragment that found n others
 waiting when it came is in one of the next `buffer_size + n` packs that are built; `longest_wait` says what the
@@ -25,6 +28,8 @@ from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.policies import Waiting, find_policy
 from internvl_pack.packing.reservoir import Reservoir
+
+LOOK_AHEAD_PACKS = 2  # packs that the look-ahead could fill, at least, by one of the budgets
 
 
 class Packable(Protocol):
@@ -73,17 +78,26 @@ class LanePacker(Generic[Item]):
         self.budget = budget
         self.buffer_size = buffer_size
         self._policy = find_policy(policy)
-        self._balance = Balance(budget, cost or CostModel.from_size("1B"))
+        self._balance = Balance(budget, cost or CostModel.from_size("1B"), light_packs=not reservoir)
         self._reservoir = Reservoir(reservoir)
         self._built = 0  # packs
         self._items: list[Item] = []
         self._waiting = Waiting([], [], [])
         self._born: list[int] = []  # packs that had been built when each item came
+        self._tokens = self._tiles = 0  # that wait, aligned
+        self._most = 0  # items that ever waited at once
 
     @property
     def full(self) -> bool:
         """Whether the look-ahead is filled, and the reservoir too."""
-        return len(self._items) >= self.buffer_size and self._reservoir.full
+        return self._look_ahead_is_filled and self._reservoir.full
+
+    @property
+    def _look_ahead_is_filled(self) -> bool:
+        return len(self._items) >= self.buffer_size and (
+            self._tokens >= LOOK_AHEAD_PACKS * self.budget.max_tokens
+            or self._tiles >= LOOK_AHEAD_PACKS * max(1, self.budget.max_tiles)
+        )
 
     @property
     def waiting(self) -> list[Item]:
@@ -94,7 +108,11 @@ class LanePacker(Generic[Item]):
     @property
     def longest_wait(self) -> int:
         """Packs handed out between a fragment's `add` and its own pack, at most, if `full` stops the adding."""
-        return 2 * self.buffer_size + (self._reservoir.longest_wait if self._reservoir.size else 0)
+        return (
+            self.buffer_size
+            + max(self.buffer_size, self._most)
+            + (self._reservoir.longest_wait if self._reservoir.size else 0)
+        )
 
     def add(self, item: Item) -> None:
         """Give the packer one more fragment.
@@ -110,7 +128,7 @@ class LanePacker(Generic[Item]):
                 f"fragment {item.key} has {item.num_tokens} tokens and {item.num_tiles} tiles, "
                 f"a pack holds {self.budget.max_segment_tokens} and {self.budget.max_tiles}",
             )
-        if len(self._items) >= self.buffer_size and not self._reservoir.full:
+        if self._look_ahead_is_filled and not self._reservoir.full:
             self._hold()
         tokens = self.budget.aligned(item.num_tokens)
         square = self._balance.square(tokens)
@@ -120,6 +138,9 @@ class LanePacker(Generic[Item]):
         self._waiting.tiles.append(item.num_tiles)
         self._waiting.squares.append(square)
         self._born.append(self._built)
+        self._tokens += tokens
+        self._tiles += item.num_tiles
+        self._most = max(self._most, len(self._items))
 
     def pop(self) -> list[Item]:
         """The next pack, its fragments in the order in which they came; empty when nothing waits."""
@@ -137,7 +158,7 @@ class LanePacker(Generic[Item]):
         """(cost, pack) taken from what waits."""
         waiting = self._waiting
         goal = self._balance.goal(
-            self._built, *waiting, self._born, self.buffer_size, last=len(self._items) < self.buffer_size
+            self._built, *waiting, self._born, self.buffer_size, last=not self._look_ahead_is_filled
         )
         places = sorted(self._policy(waiting, self.budget, self._balance, goal))
         assert places, "a policy must take something"
@@ -147,6 +168,8 @@ class LanePacker(Generic[Item]):
         for column in (self._items, self._born, *waiting):
             for place in reversed(places):
                 del column[place]
+        self._tokens -= sums[0]
+        self._tiles -= sums[1]
         self._built += 1
         return self._balance.cost(*sums), pack
 
@@ -171,6 +194,8 @@ class LanePacker(Generic[Item]):
         self._waiting = Waiting(
             tokens, [item.num_tiles for item in self._items], [self._balance.square(n) for n in tokens]
         )
+        self._tokens, self._tiles = sum(tokens), sum(self._waiting.tiles)
+        self._most = len(self._items)
         self._born = list(state["born"])
         self._built = state["built"]
         self._balance.figures = dict(state["figures"])

@@ -1,8 +1,11 @@
 """Packs held back so that all ranks hand out packs of like cost, without communication.
 
-A lane keeps `size` finished packs. At its turn number t it hands out the one of cost rank `size - 1 - t mod size`,
-dearest first: the packs of other lanes at the same turn have the same rank among theirs, so their costs are alike.
-A pack that has waited for OVERDUE x size turns goes as soon as a turn comes that may hand out a dearer one.
+A lane keeps `size` finished packs, sorted by cost. Each of its turns hands out the pack of a fixed rank, so that the
+packs of other lanes at the same turn have the same rank among theirs, and like costs. The ranks go through the dearer
+half, dearest first, ROUNDS times, and then once through the cheaper half: cheap packs (long text, few tiles) come at
+random, and a step in which some lanes have none to give is a step in which all others wait. They are called for
+more rarely than they come; a lane that has more of them than it is asked for lets them go in dearer turns, which
+costs little. A pack that has waited for OVERDUE x size turns goes as soon as a turn may hand out a dearer one.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 from bisect import insort
 from typing import Any
 
-OVERDUE = 4
+OVERDUE = 6
+ROUNDS = 6
 
 
 class Reservoir:
@@ -19,6 +23,8 @@ class Reservoir:
     def __init__(self, size: int) -> None:
         self.size = size
         self.turns = 0
+        half = size // 2
+        self._ranks = [*range(size - 1, half - 1, -1)] * ROUNDS + [*range(half - 1, -1, -1)]
         self._packs: list[tuple[int, int, int, Any]] = []  # cost, turn when it came, number, pack
         self._added = 0
 
@@ -36,7 +42,7 @@ class Reservoir:
 
     @property
     def longest_wait(self) -> int:
-        """A pack leaves within this many turns: each `size` turns take at least one that is overdue."""
+        """A pack leaves within this many turns: any `size` in a row have one that takes the oldest if it is overdue."""
         return OVERDUE * self.size + self.size * self.size
 
     def add(self, cost: int, pack: Any) -> None:
@@ -45,7 +51,7 @@ class Reservoir:
 
     def pop(self) -> Any:
         """The pack of this turn; with fewer packs than `size` (the stream has ended) ranks are scaled."""
-        rank = (self.size - 1 - self.turns % self.size) * len(self._packs) // self.size
+        rank = self._ranks[self.turns % len(self._ranks)] * len(self._packs) // self.size
         oldest = min(range(len(self._packs)), key=lambda place: self._packs[place][2])
         if oldest <= rank and self.turns - self._packs[oldest][1] >= OVERDUE * self.size:
             rank = oldest

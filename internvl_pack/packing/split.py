@@ -117,7 +117,8 @@ def truncated_tokens(record: Record, fragments: list[Fragment]) -> int:
 
 def _can_repeat(record: Record, layout: _Layout, room: int) -> bool:
     system = record.num_system_tokens
-    return 0 < system <= room // 2 and layout.tiles_before(system) == 0 and layout.largest_image_tokens <= room - system
+    # One token more than the largest image, for the context of a cut inside text.
+    return 0 < system <= room // 2 and layout.tiles_before(system) == 0 and layout.largest_image_tokens < room - system
 
 
 class _Layout:
