@@ -119,6 +119,16 @@ def test_going_on_from_the_very_end_of_an_epoch_trains_the_next_one_in_full(trai
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+def test_resuming_a_run_that_had_ended_changes_nothing(train, tmp_path):
+    options = ("--use_packed_ds", "True", "--max_steps", "2", "--save_steps", "2", "--resume_from_checkpoint", "auto")
+    assert train(*options) == 0
+    before, summary = weights(tmp_path), summary_of(tmp_path)
+    assert train(*options) == 0
+    after = weights(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert summary_of(tmp_path) == summary
+
+
 def test_a_checkpoint_of_other_options_is_refused_by_the_name_of_the_option(train, capsys, tmp_path):
     steps = ("--use_packed_ds", "True", "--save_steps", "2")
     assert train(*steps, "--max_steps", "2") == 0

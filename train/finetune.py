@@ -87,7 +87,9 @@ class Run:
             trainer.evaluate()
         trainer.save_model()
         trainer.save_state()
-        if is_main_process():
+        if not trainer.metrics.total:
+            logger.info("nothing was left to train; the summary of the run that ended stays as it is")
+        elif is_main_process():
             figures = summary.summarise(trainer, ledger, zero_stage=self.zero_stage, attn_kernel=self.attn_kernel)
             summary.write(figures, trainer.args.output_dir)
             for line in summary.lines(figures, ledger):

@@ -150,6 +150,9 @@ class PackTrainer(Trainer):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """The step's batches and its normaliser; no batches once no rank has data left."""
+        if 0 < self.args.max_steps <= self.state.global_step:  # resumed where it had ended
+            self.control.should_training_stop = True
+            return [], None
         defer_worker_death()
         started = time.perf_counter()
         batches, error, has_data = [], None, False
