@@ -245,6 +245,9 @@ def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Seg
         prefix = encoded.input_ids[: fragment.num_prefix_tokens]
         ids = np.concatenate([prefix, ids])
         labels = np.concatenate([np.full(len(prefix), IGNORE_INDEX, dtype=labels.dtype), labels])
+    num_loss_tokens = encoded.record.num_loss_tokens
+    if fragment.count == 1 and stop < encoded.record.num_tokens:  # truncated: what is left is the whole sample
+        num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
     per_image, first = [], 0
     for image in encoded.images:
         if fragment.tile_start <= first < fragment.tile_stop:
@@ -257,5 +260,5 @@ def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Seg
         labels,
         tiles,
         tuple(per_image),
-        encoded.record.num_loss_tokens,
+        num_loss_tokens,
     )

@@ -376,3 +376,18 @@ def test_too_large_a_share_of_bad_samples_stops_the_run(tokenizer, tmp_path):
     config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_bad_fraction=0.05)
     with pytest.raises(UserError, match=r"max_bad_fraction 0.05: \d+ of 60 samples read are bad \(\d+ image_"):
         list(build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)))
+
+
+def test_a_truncated_sample_weighs_as_a_whole_one(tokenizer, tmp_path):
+    answer = " ".join(f"word{i}" for i in range(400))
+    record = {"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": answer}]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(record) + "\n")
+    meta = write_meta(tmp_path, {"long": {"root": "", "annotation": "long.jsonl"}})
+    config = PackingConfig(max_packed_tokens=200, oversize="truncate")
+    dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)
+    loader = build_loader(dataset, loss_reduction="sample")
+    (batch,) = list(loader)
+    assert batch["num_tokens"] == 200 and 0 < batch["num_loss_tokens"] < 100
+    assert float(batch["loss_weight"].sum()) == pytest.approx(1.0, rel=1e-5)
+    loader.ledger.check()
+    assert loader.ledger.counts["tokens_cut_off"] > 1000
