@@ -9,9 +9,11 @@ any topology whose readers divide the lanes goes on from it.
 from __future__ import annotations
 
 import gc
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -143,7 +145,7 @@ class PackLoader(StatefulDataLoader):
         readers = self._feed.topology().num_readers
         ended: set[int] = set()
         held: list[dict[str, Any]] = []  # empty batches: delivered only if data follows them
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._from_readers(batches)):
             if not is_filler(batch):
                 for empty in held:
                     yield self._deliver(empty)
@@ -158,6 +160,23 @@ class PackLoader(StatefulDataLoader):
                 break
         for empty in held:
             self._commit(empty)
+
+    def _from_readers(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """`batches`; a reader process that died is named, however its death was noticed.
+
+        Its last tensors are in memory that only it can hand over, so that its end can show as an end of file or a
+        broken connection while the kernel still counts it among the living.
+        """
+        try:
+            yield from batches
+        except (OSError, EOFError, RuntimeError) as error:
+            workers = getattr(self._iterator, "_workers", [])
+            if workers and not isinstance(error, RuntimeError):
+                wait([worker.sentinel for worker in workers], timeout=5)
+            dead = [f"{n} (pid {w.pid}, {_exit_of(w.exitcode)})" for n, w in enumerate(workers) if w.exitcode]
+            if not dead:
+                raise
+            raise RuntimeError(f"DataLoader worker {', '.join(dead)} exited unexpectedly") from error
 
     def _deliver(self, batch: dict[str, Any]) -> dict[str, Any]:
         self._raise_fatal(batch)
@@ -252,6 +271,13 @@ class PackLoader(StatefulDataLoader):
         self._states = {
             str(lane): state["lanes"][str(lane)] for lanes in own for lane in lanes if str(lane) in state["lanes"]
         }
+
+
+def _exit_of(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"{name}: is the machine out of memory?" if -code == signal.SIGKILL else name
 
 
 def damage_events(dataset: PackedDataset) -> list[dict[str, Any]]:

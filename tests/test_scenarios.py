@@ -216,14 +216,20 @@ def _private_bytes(pid: int) -> int:
     return total
 
 
-def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path):
+@pytest.mark.parametrize("seen_as", ["silence", "end of file"])
+def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, monkeypatch, seen_as):
+    def end_of_file(*_, **__):
+        raise EOFError
+
     meta = write_jsonl(tmp_path, 200)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16, num_lanes=2)
     (loader,) = make(meta, tokenizer, config, workers=2)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.* \d+\)"):
+    with pytest.raises(RuntimeError, match=r"DataLoader worker 1 \(pid \d+, SIGKILL"):
         for number, _ in enumerate(loader):
             if number == 3:
                 defer_worker_death()  # as the trainer does: else torch's signal handler raises wherever it finds us
                 os.kill(loader._iterator._workers[1].pid, 9)
+                if seen_as == "end of file":  # of the socket over which its tensors come, before it counts as dead
+                    monkeypatch.setattr(loader._iterator, "_try_get_data", end_of_file)
     assert time.monotonic() - started < 60
