@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
             f"--{name} with --packing preset: it was decided when the packs were planned; leave it out, or give it to "
             "internvl-pack plan",
         )
-        for name, default in {**PACKER_OPTIONS, "num_lanes": None}.items()
+        for name, default in {**PACKER_OPTIONS, "num_lanes": None, "shuffle_buffer_size": None}.items()
     ),
     Rule(
         (IN_BATCH,),

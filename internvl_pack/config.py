@@ -30,6 +30,8 @@ class PackingConfig:
         num_lanes: logical streams; None derives them from the data, see `auto_lanes`.
         packing: False gives one sample a row, for the padded comparison.
         seed: of the order.
+        shuffle_buffer_size: samples shuffled together in an order that reads shard after shard, for slow disks and
+            shards far away; None shuffles all data at once.
         shuffle, replacement, use_data_resampling: see sources/mixture.py.
         on_error: `skip` counts a bad sample and goes on, `stop` ends the run with its reason.
         max_bad_fraction: the share of bad samples above which the run stops.
@@ -50,6 +52,7 @@ class PackingConfig:
     packing: bool = True
     seed: int = 42
     shuffle: bool = True
+    shuffle_buffer_size: int | None = None
     replacement: bool = False
     use_data_resampling: bool = False
     on_error: str = "skip"
@@ -64,6 +67,14 @@ class PackingConfig:
             raise UserError(f"max_buffer_size is {self.max_buffer_size}: give at least 1 record of look-ahead")
         if self.max_seq_length is not None and self.max_seq_length < 1:
             raise UserError(f"max_seq_length is {self.max_seq_length}: give at least 1 token")
+        if self.shuffle_buffer_size is not None:
+            if self.shuffle_buffer_size < 1:
+                raise UserError(f"shuffle_buffer_size is {self.shuffle_buffer_size}: give at least 1 sample")
+            if self.replacement:
+                raise UserError(
+                    "shuffle_buffer_size with replacement: samples that are drawn anew each time lie anywhere; leave "
+                    "one of the two out"
+                )
         if not 0.0 <= self.max_bad_fraction <= 1.0:
             raise UserError(f"max_bad_fraction is {self.max_bad_fraction}: give a share between 0 and 1")
         self.budget()

@@ -72,7 +72,13 @@ class PackedDataset(IterableDataset):
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
         self.epoch = 0
         self.parts = [
-            MixturePart(name=spec.name, num_rows=len(source), repeat_time=spec.repeat_time, weight=spec.weight)
+            MixturePart(
+                name=spec.name,
+                num_rows=len(source),
+                repeat_time=spec.repeat_time,
+                weight=spec.weight,
+                block_starts=tuple(map(int, source.block_starts)) if self.config.shuffle_buffer_size else None,
+            )
             for spec, source in zip(self.specs, self.sources, strict=True)
         ]
         self.num_positions = len(self.mixture(0))
@@ -110,6 +116,7 @@ class PackedDataset(IterableDataset):
             shuffle=self.config.shuffle,
             replacement=self.config.replacement,
             use_data_resampling=self.config.use_data_resampling,
+            shuffle_buffer_size=self.config.shuffle_buffer_size,
         )
 
     def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> LaneStream:

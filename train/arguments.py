@@ -161,6 +161,11 @@ class DataTrainingArguments:
         False, "Draw samples with replacement by the datasets' weights, instead of each once an epoch."
     )
     use_data_resampling: bool = option(False, "Weigh datasets by the square root of their length.")
+    shuffle_buffer_size: int | None = option(
+        None,
+        "Samples shuffled together in an order that reads shard after shard, for slow disks and shards far away. "
+        "Default: all data is shuffled at once.",
+    )
     log_freq: int = option(1000, "Report packing on the console every this many optimizer steps; 0: only at the end.")
     num_lanes: int | None = option(
         None,
@@ -275,6 +280,7 @@ class DataTrainingArguments:
             seed=seed,
             replacement=self.replacement,
             use_data_resampling=self.use_data_resampling,
+            shuffle_buffer_size=self.shuffle_buffer_size,
             on_error=self.on_error,
             max_bad_fraction=self.max_bad_fraction,
         )

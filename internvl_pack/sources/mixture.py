@@ -7,6 +7,9 @@ through one seeded permutation of all positions, then to the dataset that owns t
 Within a dataset the epochs walk round one fixed, seeded cycle of its rows: epoch e takes the
 `counts[d]` rows from e * counts[d] on. So `repeat_time` 1 is every row once; 0.5 is a seeded half,
 and two epochs of it are every row once; 1.5 is every row once and a seeded half twice.
+
+With a shuffle buffer the order is local instead (local_order.py): the same proportions, rows that lie together
+read at about the same time.
 """
 
 from __future__ import annotations
@@ -14,21 +17,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ..errors import UserError
+from .local_order import BlockWalk, Interleaved
 from .order import Permutation, derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
-    """One dataset's share. `repeat_time` multiplies its rows; `weight` replaces its share of the total."""
+    """One dataset's share. `repeat_time` multiplies its rows; `weight` replaces its share of the total.
+
+    `block_starts` are the first rows of its shards, ending with `num_rows`; only a local order asks for them.
+    """
 
     name: str
     num_rows: int
     repeat_time: float = 1.0
     weight: float | None = None
+    block_starts: Sequence[int] | None = field(default=None, compare=False)
 
 
 def mixture_counts(parts: Sequence[MixturePart], *, use_data_resampling: bool = False) -> tuple[int, ...]:
@@ -75,6 +83,7 @@ class Mixture:
         seed, epoch: both change the order; nothing else does.
         shuffle: False walks the datasets in order, each row of `counts` in its own order (evaluation).
         replacement: every position draws a row independently, so that some come twice and some never.
+        shuffle_buffer_size: positions that are shuffled together in a local order; None shuffles all of them.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class Mixture:
         shuffle: bool = True,
         replacement: bool = False,
         use_data_resampling: bool = False,
+        shuffle_buffer_size: int | None = None,
     ) -> None:
         self.parts = tuple(parts)
         self.counts = mixture_counts(parts, use_data_resampling=use_data_resampling)
@@ -95,13 +105,24 @@ class Mixture:
         self._num_positions = self._ends[-1] if self._ends else 0
         self._draw_seed = derive_seed(seed, "draw", epoch) if replacement else None
         self._positions = Permutation(self._num_positions, derive_seed(seed, "epoch", epoch))
-        self._rows = [Permutation(p.num_rows, derive_seed(seed, "rows", p.name)) for p in self.parts]
+        self._local = None
+        self._rows: list[Permutation | BlockWalk]
+        if shuffle and shuffle_buffer_size is not None and not replacement:
+            self._local = Interleaved(self.counts, shuffle_buffer_size, derive_seed(seed, "windows", epoch))
+            self._rows = [
+                BlockWalk(p.block_starts or (0, p.num_rows), derive_seed(seed, "blocks", p.name)) for p in self.parts
+            ]
+        else:
+            self._rows = [Permutation(p.num_rows, derive_seed(seed, "rows", p.name)) for p in self.parts]
 
     def __len__(self) -> int:
         return self._num_positions
 
     def locate(self, position: int) -> tuple[int, int]:
         """(index of the dataset, index of the row) at `position` of the epoch."""
+        if self._local is not None:
+            dataset, offset = self._local[position]
+            return dataset, self._rows[dataset][self.epoch * self.counts[dataset] + offset]
         if self._draw_seed is not None:
             slot = derive_seed(self._draw_seed, position) % self._num_positions
         else:
