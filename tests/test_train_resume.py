@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from factory import write_jsonl
 
+from internvl_pack.cli import main as internvl_pack
 from train.sample_log import FOLDER, read_sample_log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,13 +36,19 @@ def made(tmp_path_factory, tokenizer) -> Path:
     return folder
 
 
-def start(made: Path, out: Path, ranks: int, extra: Sequence[str] = ()) -> subprocess.Popen:
+SHAPE = ("--force_image_size", "56", "--dynamic_image_size", "True", "--max_packed_tokens", "520")
+SHAPE += ("--num_images_expected", "24")
+STREAM = ("--use_packed_ds", "True", "--num_lanes", "4")
+
+
+def start(
+    made: Path, out: Path, ranks: int, extra: Sequence[str] = (), packing: Sequence[str] = STREAM
+) -> subprocess.Popen:
     """A run over one epoch that resumes from its last complete checkpoint; the same step on any number of ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
-    command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), "--use_packed_ds", "True"]
-    command += ["--force_image_size", "56", "--dynamic_image_size", "True", "--max_packed_tokens", "520"]
-    command += ["--num_images_expected", "24", "--num_lanes", "4", "--deepspeed", "zero_stage1"]
+    command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), *SHAPE, *packing]
+    command += ["--deepspeed", "zero_stage1"]
     command += ["--gradient_accumulation_steps", str(PACKS_PER_STEP // ranks), "--num_train_epochs", "1"]
     command += ["--learning_rate", "1e-3", "--lr_scheduler_type", "linear", "--save_strategy", "steps"]
     command += ["--save_steps", "2", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
@@ -90,11 +97,13 @@ def uninterrupted(made, tmp_path_factory) -> Path:
     return out
 
 
-def killed_run(made: Path, out: Path, ranks: list[int], last_step: int, seed: int) -> Path:
+def killed_run(
+    made: Path, out: Path, ranks: list[int], last_step: int, seed: int, packing: Sequence[str] = STREAM
+) -> Path:
     """Runs with each number of ranks in turn, all but the last killed at a random moment."""
     rng = random.Random(seed)
     for number, count in enumerate(ranks):
-        run = start(made, out, count)
+        run = start(made, out, count, packing=packing)
         if number == len(ranks) - 1:
             wait_for_end(run, out)
         else:
@@ -126,6 +135,24 @@ def test_a_run_killed_three_times_on_changing_ranks_trains_every_sample_once(mad
     assert {step: sorted(ids) for step, ids in got.items()} == {step: sorted(ids) for step, ids in expected.items()}
     for step, loss in losses(uninterrupted).items():
         assert losses(out)[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_run_on_a_preset_that_is_killed_trains_its_packs_on_other_ranks(made, tmp_path):
+    """Four lanes, planned before: step n has turn n of each lane, whoever trains it."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    argv = ["plan", str(made / "meta.json"), "--out", str(tmp_path / "preset"), "--tokenizer", str(made / "model")]
+    argv += ["--num_lanes", "4", "--packing_policy", "first_fit_shuffle", "--workers", "0"]
+    assert internvl_pack([*argv, *SHAPE]) == 0
+    expected: dict[int, list[str]] = {}
+    for pack in pq.read_table(tmp_path / "preset" / "packs.parquet").to_pylist():
+        expected.setdefault(pack["turn"] + 1, []).extend(pack["sample_ids"])
+    assert len(expected) >= 10
+
+    packing = ("--packing", "preset", "--preset_path", str(tmp_path / "preset"))
+    out = killed_run(made, tmp_path / "run", [2, 4], len(expected), seed=3, packing=packing)
+    trained = {step: [i.split("#")[0] for i in ids] for step, ids in read_sample_log(out).items()}
+    assert {step: sorted(ids) for step, ids in trained.items()} == {s: sorted(ids) for s, ids in expected.items()}
+    assert set(trained_ids(out).values()) == {1}
 
 
 def test_a_reader_that_is_killed_ends_every_rank_with_its_name_within_a_minute(made, tmp_path):
