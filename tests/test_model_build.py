@@ -157,7 +157,7 @@ def test_missing_and_foreign_checkpoints_are_one_line(tokenizer, tmp_path):
             build(path, tokenizer)
         assert str(caught.value).startswith("--model_name_or_path") and "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}')
-    with pytest.raises(UserError, match=r"InternVL's own format .* ending in -HF"):
+    with pytest.raises(UserError, match=r"--model_name_or_path .*: config.json: vision_config is missing"):
         build(tmp_path, tokenizer)
     with pytest.raises(UserError, match="--model_name_or_path is missing: give a checkpoint, or both --vision_path"):
         build(None, tokenizer)

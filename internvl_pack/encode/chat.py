@@ -115,7 +115,8 @@ class ChatML:
             header = Part("ids", fixed(f"system\n{system_prompt}", start))
             self._default_system = [header, self._end[False], self._newline, Part("end", "system")]
         self._bos = []
-        if getattr(tokenizer, "add_bos_token", False) and tokenizer.bos_token_id is not None:
+        # Asked by doing: add_bos_token does not say it of a tokenizer that was saved and loaded again.
+        if tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
             self._bos = [Part("ids", fixed("", tokenizer.bos_token_id))]
 
     def layout(self, turns: list[Turn]) -> list[Part]:

@@ -18,11 +18,12 @@ from .attention import register_packed_attention
 from .compiled import compile_blocks, is_zero3
 from .head import DEFAULT_CHUNK_TOKENS
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from .original import MODEL_TYPE
+from .original_files import load_original, local_folder
 from .packed import PackedModel
+from .tokenizers import image_token_id
 
 logger = logging.getLogger(__name__)
-
-IMAGE_TOKEN = "<IMG_CONTEXT>"
 
 
 def build_model(
@@ -52,7 +53,8 @@ def build_model(
     """Load a checkpoint, or a vision tower and a language model, ready to train on packs.
 
     Args:
-        model_name_or_path: InternVLForConditionalGeneration or a causal language model, folder or hub name.
+        model_name_or_path: InternVLForConditionalGeneration, InternVLChatModel (InternVL's own format) or a causal
+            language model, folder or hub name.
         tokenizer: the tokenizer the data is encoded with.
         vision_path, llm_path: instead of model_name_or_path: a vision tower (or an InternVL to take it from)
             and a causal language model, joined by a new projector.
@@ -72,7 +74,7 @@ def build_model(
         raise UserError(f"--drop_path_rate {drop_path_rate}: the native vision tower has no stochastic depth, use 0")
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
-        model = _load(model_name_or_path, implementation, dtype)
+        model = _load(model_name_or_path, tokenizer, implementation, dtype)
     elif vision_path is not None and llm_path is not None:
         model = _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio or 0.5)
     else:
@@ -101,17 +103,17 @@ def build_model(
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _load(path: str | Path, implementation: str, dtype: torch.dtype) -> nn.Module:
+def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM, InternVLForConditionalGeneration
 
     family = _model_type(path, "model_name_or_path")
-    if family == "internvl_chat":
-        raise UserError(
-            f"--model_name_or_path {path}: a checkpoint in InternVL's own format (internvl_chat); use the native one, "
-            "published under the same name ending in -HF"
-        )
+    parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
+    if family == MODEL_TYPE:
+        try:
+            return load_original(local_folder(path), image_token_id(tokenizer), dtype, parts)
+        except UserError as error:
+            raise UserError(f"--model_name_or_path {error}") from error
     if family == "internvl":
-        parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
         return _from_pretrained(InternVLForConditionalGeneration, path, "model_name_or_path", parts, dtype)
     return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
 
@@ -140,7 +142,7 @@ def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_r
     config = InternVLConfig(
         vision_config=vision.config,
         text_config=language.config,
-        image_token_id=_image_token_id(tokenizer),
+        image_token_id=image_token_id(tokenizer),
         image_seq_length=int((image_size // patch_size) ** 2 * down_sample_ratio**2),
         downsample_ratio=down_sample_ratio,
         tie_word_embeddings=language.config.tie_word_embeddings,
@@ -183,13 +185,6 @@ def _first_line(error: Exception) -> str:
 # --- do the parts fit -----------------------------------------------------------------------------
 
 
-def _image_token_id(tokenizer: Any) -> int:
-    token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    if token_id is None or token_id == tokenizer.unk_token_id:
-        raise UserError(f"the tokenizer has no {IMAGE_TOKEN} token: use the one of an InternVL checkpoint")
-    return token_id
-
-
 def check_fit(
     config: Any, tokenizer: Any, force_image_size: int | None = None, down_sample_ratio: float | None = None
 ) -> None:
@@ -206,9 +201,9 @@ def check_fit(
         )
     if not hasattr(config, "vision_config"):
         return
-    if (token_id := _image_token_id(tokenizer)) != config.image_token_id:
+    if (token_id := image_token_id(tokenizer)) != config.image_token_id:
         raise UserError(
-            f"{IMAGE_TOKEN} is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
+            f"<IMG_CONTEXT> is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
             "use the checkpoint's own tokenizer"
         )
     sizes = set(config.vision_config.image_size)

@@ -1,0 +1,89 @@
+"""`internvl-pack convert SRC DST --to hf|internvl`: a checkpoint in the other format, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from ..errors import UserError
+
+HELP = "Convert a checkpoint between InternVL's own format and transformers' native one."
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="folder or hub name of the checkpoint")
+    parser.add_argument("target", metavar="DST", help="folder to write, which must be empty or new")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "internvl"),
+        help="hf: InternVLForConditionalGeneration (published under names ending in -hf); internvl: InternVLChatModel",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="with --to internvl: an InternVLChatModel whose Python files and tokenizer files are copied (not run), so "
+        "that DST loads with trust_remote_code as that one does",
+    )
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..model.original_files import local_folder
+
+    source, target = local_folder(args.source), Path(args.target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"DST {target}: exists and is not an empty folder")
+    if args.like and args.to == "hf":
+        raise UserError("--like goes with --to internvl")
+    convert = _to_native if args.to == "hf" else _to_original
+    architecture = convert(source, target, args)
+    files = sorted(path for pattern in _WEIGHTS for path in target.glob(pattern))
+    size = sum(path.stat().st_size for path in files)
+    print(f"{target}: {architecture}, {size / 1e9:.2f} GB of weights")
+    return 0
+
+
+def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
+    from ..model.original import is_original
+    from ..model.original_files import convert_to_native, read_config
+    from ..model.tokenizers import image_token_id
+
+    if not is_original(read_config(source)):
+        raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {_kind(read_config(source))}")
+    tokenizer = _tokenizer(source, original=True)
+    convert_to_native(source, target, image_token_id(tokenizer), args.max_shard_size)
+    tokenizer.save_pretrained(target)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
+    return "InternVLForConditionalGeneration"
+
+
+def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
+    from ..model.original_files import convert_to_original, local_folder, read_config
+
+    if (kind := read_config(source).get("model_type")) != "internvl":
+        raise UserError(f"SRC {source}: no InternVLForConditionalGeneration: its config.json says {kind!r}")
+    like = local_folder(args.like) if args.like else None
+    convert_to_original(source, target, like, args.max_shard_size)
+    if like is None:
+        _tokenizer(source).save_pretrained(target)
+    return "InternVLChatModel"
+
+
+def _tokenizer(source: Path, original: bool = False):
+    from ..model.tokenizers import load_tokenizer
+
+    try:
+        return load_tokenizer(source, original=original)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"SRC {source}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+
+
+def _kind(config: dict) -> str:
+    return repr(config.get("model_type"))
