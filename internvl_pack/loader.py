@@ -25,6 +25,7 @@ from .config import auto_lanes
 from .dataset import STATE_VERSION, PackedDataset, check_state
 from .errors import UserError
 from .lanes import Topology
+from .memory import release_free_memory
 from .report.ledger import Ledger
 
 MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
@@ -139,6 +140,8 @@ class PackLoader(StatefulDataLoader):
         self._feed.control[_FIRST_PACK] = self._first_pack
         self._feed.control[_RESUMED] = int(self._resumed)
         self._resumed = False
+        if self.num_workers:  # about to be forked
+            release_free_memory()
         return self._batches(super().__iter__())
 
     def _batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

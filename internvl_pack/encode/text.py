@@ -50,7 +50,7 @@ class TextEncoder:
     knows the tokenizer, a third of that otherwise.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; it is not changed. Fast ones are copied through their JSON form.
+        tokenizer: a Hugging Face tokenizer; it is not changed. Fast ones are copied, the vocabulary aside.
         markup_tokens: special tokens that text may contain as tokens.
 
     Raises UserError when a structural token still comes out of its own text (a tokenizer that cannot be kept from it).
@@ -66,13 +66,11 @@ class TextEncoder:
         if tokenizer.unk_token_id is not None:  # stands for a character that the vocabulary lacks
             self._forbidden[tokenizer.unk_token_id : tokenizer.unk_token_id + 1] = False
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.structural, key=len, reverse=True))) or r"(?!)")
-        self._slow = None
-        self._json = None
+        self._slow = self._fast = self._words = None
         self._known: dict[str, list[int]] = {}
         if getattr(tokenizer, "is_fast", False):
-            self._json, self._layout = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
-            self._load()
-            identity = self._json
+            identity, self._layout = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
+            self._load(_sharing_model(tokenizer.backend_tokenizer, self._layout["added_tokens"]) or identity)
         else:
             self._slow = tokenizer
             identity = json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -86,19 +84,19 @@ class TextEncoder:
             )
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name not in ("_fast", "_words")} | {
-            "_known": {}
-        }
+        as_json = None if self._fast is None else self._fast.to_str()
+        return self.__dict__ | {"_known": {}, "_words": None, "_fast": as_json}
 
     def __setstate__(self, state) -> None:
         self.__dict__.update(state)
-        if self._json is not None:
-            self._load()
+        if self._fast is not None:
+            self._load(self._fast)
 
-    def _load(self) -> None:
+    def _load(self, tokenizer) -> None:
+        """From a tokenizer of the tokenizers library, or its JSON."""
         from tokenizers import Tokenizer
 
-        self._fast = Tokenizer.from_str(self._json)
+        self._fast = Tokenizer.from_str(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self._fast.encode_special_tokens = True  # not part of the JSON form: set at every load
         self._words = WordEncoder.for_tokenizer(self._layout, self._fast)
 
@@ -150,6 +148,24 @@ class TextEncoder:
     def _has_structure(self, ids) -> bool:
         ids = np.asarray(ids, dtype=np.int32)
         return bool(self._forbidden[np.minimum(ids, len(self._forbidden) - 1)].any())
+
+
+def _sharing_model(tokenizer, added_tokens: list[dict]):
+    """A tokenizer with these added tokens and all else of `tokenizer`, whose vocabulary it shares (43 MB for Qwen2.5).
+
+    None where the library would number the added tokens in another way.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    shared = Tokenizer(tokenizer.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(tokenizer, name) is not None:
+            setattr(shared, name, getattr(tokenizer, name))
+    for token in sorted(added_tokens, key=lambda token: token["id"]):
+        options = {name: value for name, value in token.items() if name not in ("id", "content")}
+        shared.add_tokens([AddedToken(token["content"], **options)])
+    same = {token["id"]: token["content"] for token in added_tokens}
+    return shared if {n: t.content for n, t in shared.get_added_tokens_decoder().items()} == same else None
 
 
 def _with_special(tokenizer_json: str, structural: dict[str, int]) -> tuple[str, dict]:
