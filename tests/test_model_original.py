@@ -310,11 +310,9 @@ def test_mistakes_of_convert_are_one_line(tokenizer, tmp_path, capsys):
 
 def test_the_tokenizer_of_an_original_names_its_image_tokens_without_new_ones(tokenizer, tmp_path):
     folder = tiny_chat_checkpoint(tmp_path, tokenizer)
-    loaded = load_tokenizer(folder, original=True)
+    loaded = load_tokenizer(folder)
     assert loaded.context_image_token_id == tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
     assert len(loaded) == len(tokenizer)
-    bare = AutoTokenizer.from_pretrained(folder)
-    bare.save_pretrained(tmp_path / "bare")
     text = "a question <img>你好</img>\n"
     assert loaded(text).input_ids == tokenizer(text).input_ids
 
@@ -358,8 +356,9 @@ def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_pr
         "pad_token": "</s>",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}', encoding="utf-8")
     (tmp_path / "tokenization_internlm2.py").write_text("raise AssertionError\n", encoding="utf-8")
-    rebuilt = load_tokenizer(tmp_path, original=True)
+    rebuilt = load_tokenizer(tmp_path)
     assert rebuilt.context_image_token_id == size + 2 and len(rebuilt) == size + 3
     rng = random.Random(0)
     typed = "abc def  \n\t你好世界é€😀123.,;"
@@ -378,10 +377,11 @@ def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_pr
 
 def test_a_sentencepiece_model_that_is_damaged_or_not_bpe_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "InternLM2Tokenizer"}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}', encoding="utf-8")
     for content, message in (
         (b"\x0a\xff", "tokenizer.model: not a SentencePiece model"),
         (b"\x0a\x05\x0a\x03abc\x12\x02\x18\x01", "only byte-pair models with byte fallback"),
     ):
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(UserError, match=message):
-            load_tokenizer(tmp_path, original=True)
+            load_tokenizer(tmp_path)

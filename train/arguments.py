@@ -36,7 +36,9 @@ class ModelArguments:
     """Which model, and which of its parts are trained."""
 
     model_name_or_path: str | None = option(
-        None, "Checkpoint folder or hub name of a native InternVL (`InternVLForConditionalGeneration`)."
+        None,
+        "Checkpoint folder or hub name of an InternVL: transformers' InternVLForConditionalGeneration (names ending in "
+        "-hf), or InternVL's own InternVLChatModel.",
     )
     vision_path: str | None = option(None, "Vision tower to start from, with --llm_path, instead of a whole model.")
     llm_path: str | None = option(None, "Language model to start from, with --vision_path, instead of a whole model.")
@@ -103,7 +105,9 @@ class DataTrainingArguments:
     eval_meta_path: str | None = option(
         None, "Meta file of held-out data for --do_eval (after training) and --eval_strategy; each sample once."
     )
-    conv_style: str = option("internvl2_5", "Chat format of the conversations.")
+    conv_style: str | None = option(
+        None, "Chat format of the conversations. Default: the checkpoint's `template` if it has one, else internvl2_5."
+    )
     max_seq_length: int | None = option(
         None,
         "Tokens of one sample at most; longer ones follow --oversize. Default: max_packed_tokens with packing, "
@@ -290,7 +294,7 @@ class DataTrainingArguments:
         from internvl_pack.encode.sample import EncodeConfig
 
         return EncodeConfig(
-            conv_style=self.conv_style,
+            conv_style=self.conv_style or "internvl2_5",
             image_size=self.force_image_size,
             tokens_per_tile=self.tokens_per_tile(patch_size),
             min_dynamic_patch=self.min_dynamic_patch,
@@ -343,6 +347,16 @@ class PackTrainingArguments(TrainingArguments):
     )
     remove_unused_columns: bool = option(False, "Must stay False: rows carry columns that the Trainer does not know.")
     save_only_model: bool = option(False, "Checkpoints without optimizer state and without the data's: no resume.")
+    save_format: Literal["hf", "internvl"] = option(
+        "hf",
+        "Format of the model that is saved: transformers' InternVLForConditionalGeneration, or InternVL's own "
+        "InternVLChatModel, with the other files of --model_name_or_path where that is one.",
+    )
+    merge_lora: bool = option(
+        True,
+        "With LoRA: save the whole model, LoRA merged into its weights (and the adapters in the folder adapter); "
+        "False: the adapters alone, for peft.",
+    )
     resume_ignore_options: bool = option(
         False, "Resume although options that the order of packs depends on have changed: the order then differs."
     )

@@ -5,8 +5,9 @@
         --deepspeed zero_stage1 --bf16 True --output_dir work_dirs/run
 
 Also under `deepspeed`, and as plain `python` for one process. Writes into output_dir an ordinary
-Hugging Face checkpoint with its tokenizer, `train_summary.json`, and `quarantine.jsonl` with the samples
-that could not be used. Exit codes: 0 fine, 2 a user's mistake, told in one line.
+Hugging Face checkpoint with its tokenizer (or, by --save_format, one in InternVL's own format),
+`train_summary.json`, and `quarantine.jsonl` with the samples that could not be used. Exit codes: 0 fine,
+2 a user's mistake, told in one line.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.callbacks import Epochs, IsolationCheck
     from train.quarantine import Quarantine
     from train.sample_log import SampleLog
+    from train.saving import Saving, chat_style
     from train.trainer import PackTrainer
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
@@ -121,6 +123,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     packing = balanced_by_the_model(packing, model_args, data_args)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
     eval_loader = make_eval_loader(data_args, args, loader)
@@ -135,6 +138,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         down_sample_ratio=data_args.down_sample_ratio,
         **asdict(model_args),
     )
+    saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path)
+    saving.check(model, data_args)
     trainer = PackTrainer(
         model=model,
         args=args,
@@ -143,6 +148,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         processing_class=tokenizer,
         loss_reduction_all_gather=data_args.loss_reduction_all_gather,
         resume_ignore_options=args.resume_ignore_options,
+        saving=saving,
     )
     progress.install(trainer, "packed" if data_args.use_packed_ds else "padded")
     quarantine = Quarantine(loader, args.output_dir, resumed=checkpoint is not None)
@@ -178,14 +184,15 @@ def load_tokenizer(model_args: Any) -> Any:
     Raises:
         UserError: there is none.
     """
-    from transformers import AutoTokenizer
-
+    from internvl_pack.model import tokenizers
     from internvl_pack.tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
     path = getattr(model_args, option)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = tokenizers.load_tokenizer(path)
+    except UserError as error:
+        raise UserError(f"--{option} {error}") from error
     except (OSError, ValueError) as error:
         if not os.path.isdir(path) and os.environ.get("HF_HUB_OFFLINE") == "1":
             raise UserError(f"--{option} {path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error

@@ -38,6 +38,7 @@ from internvl_pack.report.ledger import Ledger
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
 from .sample_log import batch_ids
+from .saving import Saving
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class PackTrainer(Trainer):
             do by default; the result then depends on how samples fell on ranks.
         resume_ignore_options: go on from a checkpoint that was saved with other packing options.
         eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
+        saving: how the model is written; default: as a native checkpoint, LoRA merged in.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PackTrainer(Trainer):
         loss_reduction_all_gather: bool = True,
         resume_ignore_options: bool = False,
         eval_loader: PackLoader | None = None,
+        saving: Saving | None = None,
         **kwargs: Any,
     ) -> None:
         if eval_loader is not None:
@@ -88,6 +91,7 @@ class PackTrainer(Trainer):
         super().__init__(model=model, args=args, **kwargs)
         self.loader = loader
         self.eval_loader = eval_loader
+        self.saving = saving or Saving()
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
@@ -297,18 +301,16 @@ class PackTrainer(Trainer):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """An ordinary Hugging Face checkpoint of the model inside; the Trainer's own would keep the wrapper's names."""
+        """A checkpoint of the model inside (saving.py); the Trainer's own would keep the wrapper's names."""
         if not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir
-        self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=state_dict)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        self.saving.write(self.accelerator.unwrap_model(self.model), folder, state_dict, self.processing_class)
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own."""
-        self.accelerator.unwrap_model(model or self.model).load_pretrained(resume_from_checkpoint)
+        self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

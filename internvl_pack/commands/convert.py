@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 
@@ -54,7 +55,7 @@ def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
 
     if not is_original(read_config(source)):
         raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {_kind(read_config(source))}")
-    tokenizer = _tokenizer(source, original=True)
+    tokenizer = _tokenizer(source)
     convert_to_native(source, target, image_token_id(tokenizer), args.max_shard_size)
     tokenizer.save_pretrained(target)
     if (source / "generation_config.json").is_file():
@@ -74,11 +75,11 @@ def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
     return "InternVLChatModel"
 
 
-def _tokenizer(source: Path, original: bool = False):
+def _tokenizer(source: Path) -> Any:
     from ..model.tokenizers import load_tokenizer
 
     try:
-        return load_tokenizer(source, original=original)
+        return load_tokenizer(source)
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise

@@ -136,12 +136,11 @@ def _encoder(args: argparse.Namespace) -> Any:
 
 def _load_tokenizer(path: str) -> Any:
     """As finetune.py loads it: that of a bare language model gets the tokens for images."""
-    from transformers import AutoTokenizer
-
+    from ..model.tokenizers import load_tokenizer
     from ..tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--tokenizer {path} cannot be loaded: {str(error).splitlines()[0]}") from None
     if IMAGE_TOKENS[0] not in tokenizer.get_vocab():

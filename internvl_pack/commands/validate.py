@@ -144,10 +144,10 @@ def build_checker(args: argparse.Namespace) -> Checker:
 
 
 def _load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    from ..model.tokenizers import load_tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--tokenizer {path} cannot be loaded: {error}") from None
 

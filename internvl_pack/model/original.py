@@ -196,6 +196,23 @@ def original_config(config: Any, dtype: torch.dtype | None = None, **changes: An
     return original | changes
 
 
+def template_of(config: Mapping[str, Any]) -> str | None:
+    """The chat template of a config.json, original or native with an original's memory, if it says one."""
+    if PROVENANCE in config:
+        config = json.loads(config[PROVENANCE]["config"])
+    return config.get("template") if is_original(config) else None
+
+
+def remember(config: Any, **changes: Any) -> None:
+    """Let a native config carry its original, with these keys changed, from now on.
+
+    Raises:
+        UserError: as `original_config`.
+    """
+    known = getattr(config, PROVENANCE, None) or {}
+    setattr(config, PROVENANCE, known | {"config": json.dumps(original_config(config, **changes))})
+
+
 def _made_from_native(config: Any) -> dict[str, Any]:
     text, vision = config.get_text_config(), config.vision_config
     architecture = next((a for a, family in FAMILIES.items() if family == text.model_type), None)

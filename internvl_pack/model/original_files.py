@@ -67,7 +67,9 @@ def local_folder(name: str | Path) -> Path:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def load_original(folder: str | Path, image_token_id: int, dtype: torch.dtype, attn_implementation: Any) -> nn.Module:
+def load_original(
+    folder: str | Path, image_token_id: int, dtype: torch.dtype, attn_implementation: Any = None
+) -> nn.Module:
     """A native model with the weights of an original checkpoint; under ZeRO-3 its weights are partitioned.
 
     The files are mapped and each tensor is copied when its place in the model is filled, so that the weights are in

@@ -26,6 +26,8 @@ from .families import check_family, longest_exact_segment
 from .head import DEFAULT_CHUNK_TOKENS, LabelledHead, shift_targets
 from .images import join_without_images, normalize_tiles, place_features, zero_tile
 from .lora import merged_state_dict
+from .original import is_original
+from .original_files import load_original, read_config
 
 
 @dataclass
@@ -348,7 +350,7 @@ class PackedModel(nn.Module):
         self.model.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 
     def load_pretrained(self, directory: str | Path) -> None:
-        """Take the weights of a checkpoint that `save_pretrained` wrote (not under ZeRO-3, not with LoRA).
+        """Take the weights of a checkpoint, native or original (not under ZeRO-3, not with LoRA).
 
         transformers stores some models under other names than their parameters', so the state dict of
         the file cannot simply be loaded.
@@ -356,7 +358,10 @@ class PackedModel(nn.Module):
         Raises:
             RuntimeError: weights that are missing or do not fit.
         """
-        saved = type(self.model).from_pretrained(directory, dtype=self.dtype)
+        if is_original(read_config(directory)):
+            saved = load_original(directory, self.config.image_token_id, self.dtype)
+        else:
+            saved = type(self.model).from_pretrained(directory, dtype=self.dtype)
         self.model.load_state_dict(saved.state_dict())
 
 

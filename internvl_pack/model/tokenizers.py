@@ -19,11 +19,10 @@ IMAGE_NAMES = {"start_image_token": "<img>", "end_image_token": "</img>", "conte
 _INTERNLM2 = ("InternLM2Tokenizer", "InternLM2TokenizerFast", "InternLMTokenizer")
 
 
-def load_tokenizer(path: str | Path, *, original: bool = False) -> Any:
+def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a checkpoint's folder or hub name.
 
-    Args:
-        original: it is an InternVLChatModel's: its image tokens also get the names of the native model's.
+    That of an InternVLChatModel also names its image tokens as processors of the native model ask for them.
 
     Raises:
         OSError, ValueError: as AutoTokenizer.
@@ -31,8 +30,16 @@ def load_tokenizer(path: str | Path, *, original: bool = False) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedConfig
 
-    if not original:
+    from .original import is_original
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError:
+        config = {}  # a tokenizer alone
+    if not is_original(config):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if not Path(path).is_dir():
+        path = _download(str(path))
     if _settings(path).get("tokenizer_class") in _INTERNLM2 and not Path(path, "tokenizer.json").is_file():
         return _internlm2(Path(path))
     options = {"trust_remote_code": False, "config": PreTrainedConfig()}  # its own config would ask for its code
@@ -40,6 +47,13 @@ def load_tokenizer(path: str | Path, *, original: bool = False) -> Any:
     if not IMAGE_NAMES.keys() - _names_in(tokenizer).keys():
         tokenizer = AutoTokenizer.from_pretrained(path, **options, extra_special_tokens=IMAGE_NAMES)
     return tokenizer
+
+
+def _download(name: str) -> str:
+    """The files of a hub name that a tokenizer may need."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*token*", "*.txt", "vocab*.json", "*.jinja", "config.json"])
 
 
 def image_token_id(tokenizer: Any) -> int:

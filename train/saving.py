@@ -1,0 +1,141 @@
+"""What a run writes as its model, and reads when it goes on: format, LoRA, and the files of an original checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from internvl_pack.errors import UserError
+from internvl_pack.model import lora, original
+from internvl_pack.model.original_files import local_folder, read_config, save_original
+from internvl_pack.model.packed import PackedModel, inner_names
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter"  # folder within a checkpoint, beside the whole model with LoRA merged in
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How the model of a run is written.
+
+    Args:
+        save_format: "hf", transformers' native checkpoint, or "internvl", InternVLChatModel.
+        merge_lora: write the whole model with LoRA merged into its weights; otherwise the adapters alone.
+        source: the checkpoint that was loaded, by the user's name for it.
+    """
+
+    save_format: str = "hf"
+    merge_lora: bool = True
+    source: str | None = None
+
+    def write(self, packed: PackedModel, folder: str | Path, state_dict: dict | None, tokenizer: Any) -> None:
+        """Write model and tokenizer.
+
+        Args:
+            state_dict: gathered, by the names of `packed` or of the model inside; None for the model's own.
+        """
+        model = packed.model
+        state = model.state_dict() if state_dict is None else inner_names(state_dict, model)
+        if lora.has_lora(model):
+            alone = Path(folder) if not self.merge_lora else Path(folder, ADAPTER)
+            lora.save_adapter(model, state, alone, self.source)
+        if lora.has_lora(model) and not self.merge_lora:
+            tokenizer.save_pretrained(folder)
+            return
+        if self.save_format == "hf":
+            packed.save_pretrained(folder, state_dict=state)
+            tokenizer.save_pretrained(folder)
+            return
+        like = self._original_folder()
+        save_original(folder, packed.config, lora.merged_state_dict(model, state), like=like)
+        if like is None:
+            tokenizer.save_pretrained(folder)
+
+    def read(self, packed: PackedModel, folder: str | Path) -> None:
+        """Take the weights of a checkpoint that `write` wrote.
+
+        With LoRA these are the trained ones; the frozen ones are as they were loaded.
+
+        Raises:
+            UserError: what was trained then is not what is trained now.
+        """
+        if not lora.has_lora(packed.model):
+            packed.load_pretrained(folder)
+            return
+        alone = Path(folder, ADAPTER)
+        lora.load_adapter(packed.model, alone if alone.is_dir() else Path(folder))
+
+    def check(self, packed: PackedModel, data_args: Any) -> None:
+        """Before training: that the model can be written so, and what its config will say.
+
+        Raises:
+            UserError: names the option.
+        """
+        if not self.merge_lora and not lora.has_lora(packed.model):
+            raise UserError("--merge_lora False: there is no LoRA, give --use_llm_lora or --use_backbone_lora")
+        if not self.merge_lora and self.save_format == "internvl":
+            raise UserError(
+                "--merge_lora False with --save_format internvl: that format has LoRA on other matrices (its qkv is "
+                "one), merge it or save as hf"
+            )
+        if not self.merge_lora:
+            lora.peft_config(packed.model, self.source)
+        if not packed.has_vision:
+            if self.save_format == "internvl":
+                raise UserError("--save_format internvl: the model has no vision tower")
+            return
+        if self.save_format == "internvl" or original.loaded_from(packed.config):
+            try:
+                original.remember(
+                    packed.config,
+                    template=data_args.conv_style,
+                    dynamic_image_size=data_args.dynamic_image_size,
+                    use_thumbnail=data_args.use_thumbnail,
+                    min_dynamic_patch=data_args.min_dynamic_patch,
+                    max_dynamic_patch=data_args.max_dynamic_patch,
+                )
+            except UserError as error:
+                raise UserError(f"--save_format {self.save_format}: {error}") from error
+
+    def _original_folder(self) -> Path | None:
+        """Where the extra files of an original checkpoint come from."""
+        if self.source is None:
+            return None
+        folder = local_folder(self.source)
+        return folder if original.is_original(read_config(folder)) else None
+
+
+def chat_style(given: str | None, source: str | None) -> str:
+    """The chat format of a run: the user's, else the one that an original checkpoint was trained with.
+
+    Raises:
+        UserError: the checkpoint's is not known here.
+    """
+    from transformers import PreTrainedConfig
+
+    from internvl_pack.encode.chat import known_templates
+
+    default = "internvl2_5"
+    config: dict[str, Any] = {}
+    if source is not None:
+        with contextlib.suppress(OSError):  # said better where the model is loaded
+            config, _ = PreTrainedConfig.get_config_dict(source)
+    template = original.template_of(config)
+    if template is None:
+        return given or default
+    if given is not None:
+        if given != template:
+            logger.warning(
+                "--conv_style %s: the checkpoint was trained with %s (template in its config)", given, template
+            )
+        return given
+    if template not in known_templates():
+        raise UserError(
+            f"--conv_style is missing: the checkpoint was trained with {template!r} (template in its config), which is "
+            f"not known here: choose one of {', '.join(known_templates())}"
+        )
+    return template
