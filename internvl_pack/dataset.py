@@ -11,6 +11,7 @@ and its counters, a few kB of JSON.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
@@ -195,8 +196,22 @@ class PackedDataset(IterableDataset):
         """Options and data that the order of packs depends on, by name, as JSON values."""
         config = {k: v for k, v in asdict(self.config).items() if k not in _POLICY_OPTIONS}
         config["cost_model"] = list(astuple(self.cost_model))  # the same model may lie elsewhere on resume
-        data = [[p.name, p.num_rows, p.repeat_time, p.weight] for p in self.parts]
+        data = [self._data_options(part, spec) for part, spec in zip(self.parts, self.specs, strict=True)]
         return config | {"num_lanes": self.num_lanes, "meta": data} | self.encoder.fingerprint()
+
+    def _data_options(self, part: MixturePart, spec: DatasetSpec) -> dict[str, Any]:
+        """What the order depends on of a dataset. Its folder is not: data may be moved."""
+        files = spec.shards or ([spec.annotation] if spec.annotation else [])
+        names = "\n".join(os.path.basename(path) for path in files)
+        return {
+            "name": part.name,
+            "rows": part.num_rows,
+            "repeat_time": part.repeat_time,
+            "weight": part.weight,
+            "max_dynamic_patch": spec.max_dynamic_patch,
+            "data_augment": spec.data_augment,
+            "files": os.path.basename(files[0]) if len(files) == 1 else hashlib.sha256(names.encode()).hexdigest()[:16],
+        }
 
 
 def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> None:
@@ -208,10 +223,13 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
     if options is None:
         return
     saved = state["options"]
-    for name in sorted(options.keys() | saved.keys()):
-        if options.get(name) != saved.get(name):
+    for name in sorted(options.keys() | saved.keys(), key=lambda name: (name == "meta", name)):  # the longest last
+        old, new = saved.get(name), options.get(name)
+        if old != new:
+            if name == "meta" and old and new and len(old) == len(new):  # only the datasets that differ
+                old, new = zip(*((o, n) for o, n in zip(old, new, strict=True) if o != n), strict=True)
             raise UserError(
-                f"resume: {name} was {saved.get(name)!r} when the checkpoint was saved and is {options.get(name)!r} "
+                f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} "
                 f"now: set it back, or pass resume_ignore_options to go on with an order that differs"
             )
 

@@ -25,7 +25,7 @@ from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
 from .sources import DatasetSpec, RawSample, Source, load_meta, open_source
-from .sources.mixture import Mixture
+from .sources.mixture import Mixture, MixturePart
 from .sources.order import Permutation, derive_seed
 from .stream import LaneStream
 
@@ -97,6 +97,10 @@ class PresetDataset(PackedDataset):
 
     def mixture(self, epoch: int) -> Mixture:
         return super().mixture(epoch % self.preset.epochs)
+
+    def _data_options(self, part: MixturePart, spec: DatasetSpec) -> dict[str, Any]:
+        # The preset was checked against all else, and a materialised one knows no files.
+        return {"name": part.name, "rows": part.num_rows, "repeat_time": part.repeat_time, "weight": part.weight}
 
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {"preset": self.preset.digest}

@@ -267,6 +267,19 @@ def test_resume_with_other_data_is_refused(jsonl, tokenizer, tmp_path):
         other.load_state_dict(loader.state_dict())
 
 
+@pytest.mark.parametrize("change", [{"max_dynamic_patch": 1}, {"data_augment": True}, {"annotation": "other.jsonl"}])
+def test_resume_with_another_meta_file_over_as_many_rows_is_refused(change, tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 20)
+    (loader,) = loaders(meta, tokenizer)
+    (tmp_path / "other.jsonl").write_bytes((tmp_path / "made.jsonl").read_bytes())
+    content = json.loads(meta.read_text())
+    content["made"] |= change
+    meta.write_text(json.dumps(content))
+    (other,) = loaders(meta, tokenizer)
+    with pytest.raises(UserError, match="resume: meta was"):
+        other.load_state_dict(loader.state_dict())
+
+
 def test_more_readers_than_shards_share_the_samples(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 15, per_shard=5)
     config = PackingConfig(max_packed_tokens=400, num_images_expected=16, num_lanes=8)
