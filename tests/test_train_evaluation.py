@@ -100,3 +100,15 @@ def test_evaluation_without_held_out_data_is_refused(made, tmp_path, capsys):
         os.environ.clear()
         os.environ.update(saved)
     assert "--do_eval needs --eval_meta_path" in capsys.readouterr().err
+
+
+def test_a_dataset_has_its_own_figures_whatever_it_is_called():
+    from train.evaluation import SampleSums, add_sample_losses, figures
+
+    ids = ["web/0", "web/en/0", "<x>/0", "per_sample/0", "<pad>"]
+    batch = {"sample_ids": ids, "cu_seqlens": torch.arange(0, 12, 2, dtype=torch.int32)}
+    sums: SampleSums = {}
+    add_sample_losses(sums, batch, torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([0, 2, 4, 6]))
+    out = figures(sums, ["web", "web/en", "<x>", "per_sample"])
+    assert (out["eval_loss_web"], out["eval_loss_web/en"], out["eval_loss_<x>"]) == (1.0, 2.0, 3.0)
+    assert out["eval_samples"] == 4 and out["eval_loss"] == out["eval_loss_per_sample"] == 3.0

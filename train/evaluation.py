@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from internvl_pack.collate import row_boundaries
+from internvl_pack.collate import FILLER_ID, PAD_ID, row_boundaries
 
 SampleSums = dict[str, tuple[float, int]]  # sample id -> (sum of cross-entropy in nats, number of targets)
 
@@ -26,7 +26,7 @@ def add_sample_losses(sums: SampleSums, batch: dict[str, Any], losses: torch.Ten
     totals = torch.zeros(count, dtype=torch.float64).index_add_(0, segments, losses.double().cpu())
     targets = torch.bincount(segments, minlength=count)
     for sample_id, total, number in zip(batch["sample_ids"], totals.tolist(), targets.tolist(), strict=True):
-        if sample_id.startswith("<"):
+        if sample_id in (PAD_ID, FILLER_ID):
             continue
         before = sums.get(sample_id, (0.0, 0))
         sums[sample_id] = (before[0] + total, before[1] + number)
@@ -51,7 +51,7 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
     """
     ordered = [(sample_id, *sums[sample_id]) for sample_id in sorted(sums) if sums[sample_id][1]]
     by_dataset = {
-        name: [(total, number) for sample_id, total, number in ordered if sample_id.startswith(f"{name}/")]
+        name: [(total, number) for sample_id, total, number in ordered if _dataset_of(sample_id, datasets) == name]
         for name in datasets
     }
     out = {
@@ -60,9 +60,12 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
         f"{prefix}_samples": float(len(ordered)),
         f"{prefix}_tokens": float(sum(number for _, _, number in ordered)),
     }
-    for name, pairs in by_dataset.items():
-        out[f"{prefix}_loss_{name}"] = _mean(pairs)
-    return out
+    return {f"{prefix}_loss_{name}": _mean(pairs) for name, pairs in by_dataset.items()} | out
+
+
+def _dataset_of(sample_id: str, datasets: Sequence[str]) -> str | None:
+    """The dataset whose name an id begins with: of `web` and `web/en`, the longer one that fits."""
+    return max((name for name in datasets if sample_id.startswith(f"{name}/")), key=len, default=None)
 
 
 def _mean(pairs: Iterable[tuple[float, int]]) -> float:

@@ -92,7 +92,7 @@ def _cut_off(path: Path) -> bool:
 
 
 def _read_keys(path: Path) -> Iterable[tuple[Any, ...]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # ids may hold U+2028, which splitlines cuts at
         try:
             event = json.loads(line)
         except json.JSONDecodeError:  # the last line of a run that was killed

@@ -16,6 +16,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from internvl_pack.collate import FILLER_ID, PAD_ID
+
 FOLDER = "sample_ids"
 
 
@@ -24,7 +26,7 @@ def batch_ids(batch: dict[str, Any]) -> list[str]:
     return [
         sample_id if count == 1 else f"{sample_id}#{index + 1}/{count}"
         for sample_id, (index, count) in zip(batch["sample_ids"], batch["fragments"], strict=True)
-        if not sample_id.startswith("<")
+        if sample_id not in (PAD_ID, FILLER_ID)
     ]
 
 
@@ -59,7 +61,7 @@ def read_sample_log(output_dir: str | Path) -> dict[int, list[str]]:
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # ids may hold U+2028, which splitlines cuts at
         try:
             yield json.loads(line)
         except json.JSONDecodeError:  # the last line of a run that was killed
