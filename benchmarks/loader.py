@@ -1,50 +1,74 @@
 """The loader on real data, one core: samples/s and tiles/s beside InternVL's way and beside bare decoding.
 
-    python benchmarks/loader.py --meta META.json [--tokenizer DIR] [--runs 3] [--samples N]
+    python benchmarks/loader.py --meta META.json [--tokenizer DIR] [--runs 3]
 
     loader      PackLoader without workers: read, tokenise, pack, decode to uint8 tiles, collate
     plain loop  what InternVL's dataset does a sample: tokenise turn by turn, Pillow's decode and bicubic resize, crops,
                 float32 tensor and normalise a tile
-    bare        nothing but decoding and resizing the same images into uint8 tiles, by the loader's own decoders
-    no tiles    the same with the results dropped: not even the tiles are written
+    bare        read, decode and resize the same images, by the loader's own decoders and torch's bicubic, to the grid
+                and the thumbnail of each, with the tiles written into an array of their own
+    no tiles    the same with the results dropped: no tile is written, and the images' headers have been read before
 
-They take turns, and the best run of each counts, in seconds of processor time: other work on the machine
-disturbs them alike. Then one worker process at 16384 tokens and 48 tiles with 64 records of look-ahead: what goes
-through its queue, and its peak memory. The last line is one JSON object.
+They take turns pack by pack: the loader makes a pack, the others do the same samples. What counts is processor time
+of this process, all threads (torch has one); there are no children. Of each pack and way the fastest run counts, so
+that other work on the machine, which slows memory and takes time from shared cores, disturbs all alike.
+
+Then one worker process at 16384 tokens and 48 tiles with 64 records of look-ahead: what goes through its queue, and
+its memory, seen every 20 ms. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 IMAGE_BLOCK = "<img>{}</img>"
 
 
-def best_of(functions: dict[str, Callable[[], Any]], runs: int) -> dict[str, float]:
-    """Seconds of processor time of each function's fastest run; they take turns."""
-    best = dict.fromkeys(functions, float("inf"))
-    for _ in range(runs):
-        for name, function in functions.items():
+def fastest(ways: dict[str, Callable[[list[str]], None]], loader, runs: int) -> tuple[dict[str, float], int, int]:
+    """(seconds of each way, samples, tiles). Each way does the samples of each pack after the loader has made it."""
+    best: dict[tuple[str, int], float] = {}
+    samples = tiles = 0
+    for run in range(runs + 1):  # the first warms up: imports, the file cache
+        samples = tiles = 0
+        loader.packed_dataset.encoder._text._known.clear()  # no text seen before
+        batches = iter(loader)
+        for number in range(1 << 62):
             start = time.process_time()
-            function()
-            best[name] = min(best[name], time.process_time() - start)
-    return best
+            batch = next(batches, None)
+            seconds = {"loader": time.process_time() - start}
+            if batch is None:
+                break
+            samples += batch["num_samples"]
+            tiles += batch["num_tiles"]
+            ids = batch["sample_ids"]
+            for name, way in ways.items():
+                start = time.process_time()
+                way(ids)
+                seconds[name] = time.process_time() - start
+            for name, found in seconds.items():
+                if run:
+                    best[name, number] = min(found, best.get((name, number), found))
+    sums = dict.fromkeys(["loader", *ways], 0.0)
+    for (name, _), found in best.items():
+        sums[name] += found
+    return sums, samples, tiles
 
 
-def plain_loop(sources, tokenizer, limit: int) -> Callable[[], None]:
+def plain_loop(raws: dict, tokenizer) -> Callable[[list[str]], None]:
     """A sample at a time as InternVL's LazySupervisedDataset prepares it (float32 tensors and all)."""
     import numpy as np
     import torch
@@ -86,33 +110,27 @@ def plain_loop(sources, tokenizer, limit: int) -> Callable[[], None]:
             ids += tokenizer(f"<|im_start|>{turn['from']}\n{text}<|im_end|>\n", add_special_tokens=False).input_ids
         torch.tensor(ids)
 
-    def run() -> None:
-        for raw in rows_of(sources, limit):
-            prepare(raw)
+    def run(sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            source, row = raws[sample_id]
+            prepare(source.read(row))
 
     return run
 
 
-def rows_of(sources, limit: int):
-    rows = [(source, row) for source in sources for row in range(len(source))]
-    step = max(1, len(rows) // limit)
-    return (source.read(row) for source, row in rows[::step][:limit])
-
-
-def bare(dataset, rows) -> Callable[[], None]:
+def bare(planned: dict) -> Callable[[list[str]], None]:
     """Decode each image into the tiles of its grid, in an array of its own."""
     from internvl_pack.encode.images import decode_tiles
 
-    planned = [image for raw in rows for image in dataset.encoder.encode(raw, dataset.specs[0]).images]
-
-    def run() -> None:
-        for image in planned:
-            decode_tiles(image.ref, image.grid, 448, size=image.size)
+    def run(sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            for image in planned[sample_id]:
+                decode_tiles(image.ref, image.grid, 448, size=image.size)
 
     return run
 
 
-def no_tiles(dataset, rows) -> Callable[[], None]:
+def no_tiles(planned: dict) -> Callable[[list[str]], None]:
     """Decode each image and resize it to its grid and thumbnail; the result is dropped."""
     import torch
     from torch.nn.functional import interpolate
@@ -120,23 +138,22 @@ def no_tiles(dataset, rows) -> Callable[[], None]:
     from internvl_pack.encode.decoders import decode_rgb
     from internvl_pack.encode.headers import read_header
 
-    work = []
-    for raw in rows:
-        encoded = dataset.encoder.encode(raw, dataset.specs[0])
-        for image in encoded.images:
-            header = read_header(image.ref.name, image.ref.read(), image.ref.read, 1 << 40)
-            work.append((image.ref, header, image.grid))
+    work = {}
+    for sample_id, images in planned.items():
+        headers = [read_header(image.ref.name, image.ref.read(), image.ref.read, 1 << 40) for image in images]
+        work[sample_id] = [(image.ref, header, image.grid) for image, header in zip(images, headers, strict=True)]
 
-    def run() -> None:
-        for ref, header, grid in work:
-            shape = (448 * grid.rows, 448 * grid.columns)
-            if header.orientation >= 5:
-                shape = shape[::-1]
-            pixels, _ = decode_rgb(ref.name, ref.read(), header, shape[::-1])
-            stored = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-            for wanted in [shape] + [(448, 448)] * grid.thumbnail:
-                if stored.shape[2:] != wanted:
-                    interpolate(stored, wanted, mode="bicubic", antialias=True)
+    def run(sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            for ref, header, grid in work[sample_id]:
+                shape = (448 * grid.rows, 448 * grid.columns)
+                if header.orientation >= 5:
+                    shape = shape[::-1]
+                pixels, _ = decode_rgb(ref.name, ref.read(), header, shape[::-1])
+                stored = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # the order that torch is fast with
+                for wanted in [shape] + [(448, 448)] * grid.thumbnail:
+                    if stored.shape[2:] != wanted:
+                        interpolate(stored, wanted, mode="bicubic", antialias=True)
 
     return run
 
@@ -149,32 +166,61 @@ def queue_and_memory(dataset) -> dict[str, float]:
 
     loader = build_loader(dataset, num_workers=1, prefetch_factor=2)
     tensors = other = samples = tiles = batches = 0
-    peak: dict[str, int] = {}
-    for batch in loader:
-        (worker,) = [p for p in multiprocessing.active_children() if p.pid is not None]
-        peak = {**peak, **{k: max(v, peak.get(k, 0)) for k, v in memory_of(worker.pid).items()}}
+    batches_of = iter(loader)
+    first = next(batches_of)
+    (worker,) = multiprocessing.active_children()
+    watch = Watch(worker.pid)
+    for batch in itertools.chain([first], batches_of):
         batches += 1
         samples += batch["num_samples"]
         tiles += batch["num_tiles"]
         tensors += sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         other += len(pickle.dumps({k: v for k, v in batch.items() if not isinstance(v, torch.Tensor)}))
+    peak = watch.stop()
     return {
         "batches": batches,
         "MB_a_batch": tensors / batches / 1e6,
         "kB_a_batch_without_tensors": other / batches / 1e3,
         "bytes_a_tile": tensors / max(1, tiles),
-        "worker_peak_MB": peak["VmHWM"] / 1e3,
-        "worker_peak_MB_private": peak["private"] / 1e3,
-        "parent_MB": memory_of(os.getpid())["VmHWM"] / 1e3,
+        **{f"worker_peak_{kind}_MB": value / 1e3 for kind, value in peak.items()},
+        "parent_MB": memory_of(os.getpid())["RSS"] / 1e3,
     }
 
 
+class Watch(threading.Thread):
+    """The most memory that a process holds, by kind, until it ends or `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._ended = pid, threading.Event()
+        self.peak: dict[str, int] = {}
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            try:
+                found = memory_of(self._pid)
+            except (OSError, TypeError):  # it has ended
+                return
+            self.peak = {kind: max(value, self.peak.get(kind, 0)) for kind, value in found.items()}
+
+    def stop(self) -> dict[str, int]:
+        self._ended.set()
+        self.join()
+        return self.peak
+
+
 def memory_of(pid: int) -> dict[str, int]:
-    """kB. VmHWM: the peak of all that is resident, shared or not; private: what is its own now."""
+    """kB. RSS: all that is resident, shared with the parent or not, the kernel's own high-water mark of it; PSS: of
+    pages that n processes share each has 1/n; USS: what is its own and would be free without it."""
     status = Path(f"/proc/{pid}/status").read_text()
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     private = sum(int(found) for found in re.findall(r"Private_(?:Clean|Dirty):\s+(\d+)", rollup))
-    return {"VmHWM": int(re.search(r"VmHWM:\s+(\d+)", status)[1]), "private": private}
+    return {
+        "RSS": int(re.search(r"VmHWM:\s+(\d+)", status)[1]),
+        "PSS": int(re.search(r"Pss:\s+(\d+)", rollup)[1]),
+        "USS": private,
+    }
 
 
 def main() -> None:
@@ -182,7 +228,6 @@ def main() -> None:
     parser.add_argument("--meta", required=True)
     parser.add_argument("--tokenizer", help="folder of a tokenizer; a tiny one is trained on the data without it")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=10**9, help="of the plain loop and bare decoding, evenly spread")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -205,35 +250,19 @@ def main() -> None:
     dataset = PackedDataset.from_meta(arguments.meta, tokenizer, config)
     result = queue_and_memory(dataset)  # first: workers are forked from a small process
 
-    loader = build_loader(dataset)
-    counts = {"samples": 0, "tiles": 0}
-
-    def ours() -> None:
-        dataset.encoder._text._known.clear()  # no text seen before
-        counts["samples"] = counts["tiles"] = 0
-        for batch in loader:
-            counts["samples"] += batch["num_samples"]
-            counts["tiles"] += batch["num_tiles"]
-
-    rows = list(rows_of(dataset.sources, arguments.samples))
-    ways = {
-        "loader": ours,
-        "plain loop": plain_loop(dataset.sources, tokenizer, arguments.samples),
-        "bare": bare(dataset, rows),
-        "no tiles": no_tiles(dataset, rows),
-    }
-    for function in ways.values():
-        function()  # warms up imports and the file cache
-    seconds = best_of(ways, arguments.runs)
-    part = len(rows) / counts["samples"]  # of the samples, for the two that can be sampled
-    rates = {"loader": 1.0, "plain loop": part, "bare": part, "no tiles": part}
-    for name, share in rates.items():
-        samples, tiles = counts["samples"] * share / seconds[name], counts["tiles"] * share / seconds[name]
-        result[f"{name}: samples_a_second"], result[f"{name}: tiles_a_second"] = samples, tiles
-        print(f"{name:12s} {samples:8.1f} samples/s {tiles:8.1f} tiles/s a core")
-    result["times_the_plain_loop"] = seconds["plain loop"] / part / seconds["loader"]
-    result["share_of_bare_speed"] = seconds["bare"] / part / seconds["loader"]
-    result["share_of_speed_without_tiles"] = seconds["no tiles"] / part / seconds["loader"]
+    raws, planned = {}, {}
+    for source, spec in zip(dataset.sources, dataset.specs, strict=True):
+        for row in range(len(source)):
+            raws[source.sample_id(row)] = source, row
+            planned[source.sample_id(row)] = dataset.encoder.encode(source.read(row), spec).images
+    ways = {"plain loop": plain_loop(raws, tokenizer), "bare": bare(planned), "no tiles": no_tiles(planned)}
+    seconds, samples, tiles = fastest(ways, build_loader(dataset), arguments.runs)
+    for name, found in seconds.items():
+        result[f"{name}: samples_a_second"], result[f"{name}: tiles_a_second"] = samples / found, tiles / found
+        print(f"{name:12s} {samples / found:8.1f} samples/s {tiles / found:8.1f} tiles/s a core")
+    result["times_the_plain_loop"] = seconds["plain loop"] / seconds["loader"]
+    result["share_of_bare_speed"] = seconds["bare"] / seconds["loader"]
+    result["share_of_speed_without_tiles"] = seconds["no tiles"] / seconds["loader"]
     print(f"loader: {result['times_the_plain_loop']:.2f} times the plain loop, ", end="")
     print(f"{100 * result['share_of_bare_speed']:.0f} % of the speed of bare decoding and resizing ", end="")
     print(f"({100 * result['share_of_speed_without_tiles']:.0f} % with the tiles dropped)")
@@ -242,8 +271,9 @@ def main() -> None:
         f"float32 would be {4 * 3 * 448 * 448}), {result['kB_a_batch_without_tensors']:.1f} kB besides"
     )
     print(
-        f"worker: {result['worker_peak_MB_private']:.0f} MB of its own at most; {result['worker_peak_MB']:.0f} MB "
-        f"resident at its peak with what it shares with its parent of {result['parent_MB']:.0f} MB"
+        f"worker at its peak: RSS {result['worker_peak_RSS_MB']:.0f} MB, shared with its parent in part; "
+        f"PSS {result['worker_peak_PSS_MB']:.0f} MB; USS, its own, {result['worker_peak_USS_MB']:.0f} MB. "
+        f"Parent: RSS {result['parent_MB']:.0f} MB"
     )
     print(json.dumps(result))
 

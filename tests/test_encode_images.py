@@ -17,7 +17,7 @@ from PIL import Image, ImageFile, ImageOps
 from internvl_pack.encode import decoders
 from internvl_pack.encode.decoders import decode_rgb
 from internvl_pack.encode.headers import HEAD_BYTES, exif_orientation, read_header
-from internvl_pack.encode.images import ImageRules, _factors, decode_tiles, image_size_of
+from internvl_pack.encode.images import ImageRules, _factors, cut_tiles, decode_tiles, image_size_of
 from internvl_pack.encode.tiles import TileGrid, plan_grid
 from internvl_pack.errors import SampleError
 
@@ -560,3 +560,30 @@ def test_the_scale_of_a_ragged_picture_gives_the_wanted_size():
         stored = -(-width // scale)
         _, factor = _factors(SimpleNamespace(), 1, target, (width / scale, width / scale))
         assert int(stored * factor) == target
+
+
+@pytest.mark.parametrize("height, width", [(60, 75), (33, 500), (1, 1), (83, 84), (84, 56), (85, 300)])
+def test_tiles_are_the_same_whichever_way_colours_are_taken_apart(height, width):
+    """Low pictures go another way (two resizes, planes in between): to the last bit torch's own resize at once."""
+    torch = pytest.importorskip("torch")
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    grid, edge = TileGrid(3, 4, True), 28
+    tiles = np.empty((grid.num_tiles, 3, edge, edge), dtype=np.uint8)
+    cut_tiles(pixels, grid, tiles)
+    options = {"mode": "bicubic", "antialias": True, "align_corners": False}
+    image = torch.from_numpy(pixels.transpose(2, 0, 1).copy())[None]
+    whole = torch.nn.functional.interpolate(image, (4 * edge, 3 * edge), **options)[0].numpy()
+    expected = whole.reshape(3, 4, edge, 3, edge).transpose(1, 3, 0, 2, 4).reshape(12, 3, edge, edge)
+    assert np.array_equal(tiles[:12], expected)
+    assert np.array_equal(tiles[12], torch.nn.functional.interpolate(image, (edge, edge), **options)[0].numpy())
+
+
+def test_opaque_and_transparent_bands_of_one_picture_are_told_apart():
+    """Bands are converted on their own; a picture higher than one has all three kinds of them."""
+    pixels = np.full((1300, 700, 4), (200, 100, 50, 255), dtype=np.uint8)
+    pixels[400:800, :, 3] = 0
+    pixels[800:, :, 3] = 128
+    found = rgb_of(file_of(Image.fromarray(pixels), "PNG"))
+    assert np.array_equal(found[:400], np.full((400, 700, 3), (200, 100, 50)))
+    assert (found[400:800] == 255).all()
+    assert np.abs(found[800:].astype(int) - np.array([227, 177, 152])).max() <= 1

@@ -34,6 +34,9 @@ _HARMLESS_IN_JPEG = (
 )
 _UNUSUAL_JPEG = "Could not determine subsampling level"  # sampling factors that only Pillow takes
 
+#: Pixels of a band of rows that is converted at once: some 1 MB.
+_BAND_PIXELS = 1 << 18
+
 _pillow_lock = threading.Lock()
 
 
@@ -217,36 +220,67 @@ def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> n
 
 
 def _to_rgb(image) -> np.ndarray:
-    """Any Pillow mode to (height, width, 3) uint8."""
+    """Any Pillow mode to (height, width, 3) uint8.
+
+    Band by band, so that what lies between the decoded image and the result stays in the cache and out of memory.
+    """
     mode = image.mode
     if mode == "I" or mode.startswith("I;16"):
         return _grey(_integers_to_bytes(np.asarray(image)))
     if mode == "F":
         return _grey(_floats_to_bytes(np.asarray(image)))
-    if image.has_transparency_data:
-        return _on_white(image)
-    if mode == "RGB":
-        return np.array(image)
-    try:
-        return np.array(image.convert("RGB"))
-    except ValueError as error:
-        raise SampleError("image_mode", f"pixels of mode {mode}: {error}") from None
+    if mode == "P" and image.has_transparency_data:
+        _make_palette_opaque(image)
+    as_rgb = _on_white if image.has_transparency_data else _plain_rgb
+    pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        stop = min(top + rows, image.height)
+        pixels[top:stop] = np.asarray(as_rgb(image.crop((0, top, image.width, stop))))
+    return pixels
 
 
 def _grey(levels: np.ndarray) -> np.ndarray:
     return np.repeat(levels[:, :, None], 3, axis=2)
 
 
-def _on_white(image) -> np.ndarray:
+def _plain_rgb(image):
+    if image.mode == "RGB":
+        return image
+    try:
+        return image.convert("RGB")
+    except ValueError as error:
+        raise SampleError("image_mode", f"pixels of mode {image.mode}: {error}") from None
+
+
+def _on_white(image):
     """Transparent pixels show white paper, half transparent ones are mixed with it."""
     from PIL import Image
 
     if image.mode == "La":
         image = image.convert("LA")
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    alpha = rgba.getchannel("A")
+    least, most = alpha.getextrema()
+    if least == 255:
+        return rgba.convert("RGB")
     paper = Image.new("RGB", rgba.size, (255, 255, 255))
-    paper.paste(rgba, mask=rgba.getchannel("A"))
-    return np.array(paper)
+    if most:
+        paper.paste(rgba, mask=alpha)
+    return paper
+
+
+def _make_palette_opaque(image) -> None:
+    """Give a palette image the colours that its transparent ones show on white."""
+    from PIL import Image
+
+    colours = Image.frombytes("P", (256, 1), bytes(range(256)))
+    colours.putpalette(image.palette.palette, image.palette.mode)
+    colours.info["transparency"] = image.info.get("transparency")
+    if colours.info["transparency"] is None:  # the palette itself has alpha
+        del colours.info["transparency"]
+    image.info.pop("transparency", None)
+    image.putpalette(_on_white(colours).tobytes(), "RGB")
 
 
 def _integers_to_bytes(values: np.ndarray) -> np.ndarray:
