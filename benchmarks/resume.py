@@ -47,7 +47,7 @@ def main() -> None:
         early = loader.state_dict()
         size = len(json.dumps(early))
         print(f"state of {args.lanes} lanes x {args.buffer} records: {size:,} bytes, {size / args.lanes:,.0f} a lane")
-        late = moved(early, int(args.rows * 0.9) // args.lanes)
+        late = moved(early, int(args.rows * 0.9) // args.lanes, loader.packed_dataset)
         for name, state in (("early", early), ("late", late)):
             print(
                 f"resume {name}: {statistics.median(restore_seconds(new_loader, state) for _ in range(3)):.2f} s "
@@ -71,13 +71,17 @@ def restore_seconds(new_loader, state) -> float:
     return time.perf_counter() - started
 
 
-def moved(state: dict, samples: int) -> dict:
+def moved(state: dict, samples: int, dataset: PackedDataset) -> dict:
     """The same state further on: every lane's cursor and what waits in it, `samples` positions of the lane later."""
     state = json.loads(json.dumps(state))
     lanes = len(state["lanes"])
+    mixture = dataset.mixture(0)
     for lane in state["lanes"].values():
         lane["cursor"] += samples
         lane["packer"]["waiting"] = [[p + samples * lanes, i] for p, i in lane["packer"]["waiting"]]
+        rows = [mixture.locate(position)[1] for position, _ in lane["packer"]["waiting"]]
+        records = [dataset.encoder.encode(dataset.sources[0].read(row), dataset.specs[0]).record for row in rows]
+        lane["extents"] = [[record.num_tokens, record.num_tiles] for record in records]
     return state
 
 

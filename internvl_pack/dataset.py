@@ -30,7 +30,7 @@ from .sources import DatasetSpec, Source, load_meta, open_source
 from .sources.mixture import Mixture, MixturePart
 from .stream import LaneStream
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _POLICY_OPTIONS = ("on_error", "max_bad_fraction", "num_lanes")  # may differ on resume; lanes are added resolved
 
 

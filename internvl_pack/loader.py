@@ -27,6 +27,7 @@ from .errors import UserError
 from .lanes import Topology
 from .memory import release_free_memory
 from .report.ledger import Ledger
+from .signals import outlive_one_signal
 
 MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
 
@@ -56,6 +57,8 @@ class _Feed(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
+        if worker:
+            outlive_one_signal()
         if worker and not gc.get_freeze_count():
             gc.freeze()  # the collector writes into all it looks at: 50 MB of the parent's objects copied for nothing
         lanes = self.topology().reader_lanes(self.dataset.rank, worker.id if worker else 0)
@@ -175,7 +178,10 @@ class PackLoader(StatefulDataLoader):
         except (OSError, EOFError, RuntimeError) as error:
             workers = getattr(self._iterator, "_workers", [])
             if workers and not isinstance(error, RuntimeError):
-                wait([worker.sentinel for worker in workers], timeout=5)
+                ending = wait([worker.sentinel for worker in workers], timeout=5)
+                for worker in workers:
+                    if worker.sentinel in ending:
+                        worker.join()  # its exit code comes a moment after its files are closed
             dead = [f"{n} (pid {w.pid}, {_exit_of(w.exitcode)})" for n, w in enumerate(workers) if w.exitcode]
             if not dead:
                 raise

@@ -267,7 +267,7 @@ class StoredLane(PresetLane):
     def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
         assert isinstance(fragment, PlannedFragment)
         self._release(fragment)
-        last = fragment.position not in self._encoded
+        last = fragment.position not in self._outstanding
         which, row = self.mixture.locate(fragment.position)
         try:
             stored = self._read(fragment)

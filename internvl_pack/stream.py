@@ -49,6 +49,7 @@ class LaneStream:
         self.ledger = Ledger()
         self.ended = False
         self._encoded: dict[int, Encoded] = {}
+        self._vanished: dict[int, SampleError] = {}  # samples that waited in a saved state and cannot be read again
         self._outstanding: Counter[int] = Counter()  # fragments waiting, by position
         self._events: list[dict[str, Any]] = []
         self._outcomes: Counter[tuple[int, str, bool]] = Counter()  # (dataset, stage, good)
@@ -126,13 +127,16 @@ class LaneStream:
                 self._release(fragment)
         return count
 
-    def _release(self, fragment: Fragment) -> Encoded:
-        """The fragment's sample; let go after its last fragment."""
-        encoded = self._encoded[fragment.position]
-        self._outstanding[fragment.position] -= 1
-        if not self._outstanding[fragment.position]:
-            del self._outstanding[fragment.position], self._encoded[fragment.position]
-        return encoded
+    def _release(self, fragment: Fragment) -> Encoded | SampleError:
+        """The fragment's sample, or why it is gone; let go after its last fragment."""
+        position = fragment.position
+        found = self._vanished.get(position) or self._encoded[position]
+        self._outstanding[position] -= 1
+        if not self._outstanding[position]:
+            del self._outstanding[position]
+            self._encoded.pop(position, None)
+            self._vanished.pop(position, None)
+        return found
 
     def _with_pixels(self, pack: list[Fragment]) -> list[Segment]:
         """The pack's fragments, decoded into one array, so that collating need not copy a tile."""
@@ -149,9 +153,11 @@ class LaneStream:
     def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
         """A fragment with its pixels, written into `out`, or None (counted) where they cannot be decoded."""
         encoded = self._release(fragment)
-        last = fragment.position not in self._encoded
+        last = fragment.position not in self._outstanding
         which, row = self.mixture.locate(fragment.position)
         try:
+            if isinstance(encoded, SampleError):
+                raise encoded
             tiles = self.dataset.encoder.decode(
                 encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out
             )
@@ -184,53 +190,89 @@ class LaneStream:
             "cursor": self.cursor,
             "turns": self.turns,
             "packer": self.packer.state_dict(),
+            "extents": [_extent(f) for f in sorted(self.packer.waiting, key=lambda f: f.key)],
             "ledger": self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after `state`: only the records that wait are read again.
 
+        A sample that cannot be read any more keeps its place in the packs to come, so that these stay what they
+        were, and leaves its pack as one whose images cannot be decoded does.
+
         Raises:
-            UserError: a record that waited can no longer be read.
+            UserError: a sample has changed since, or cannot be read and `on_error` is `stop`.
         """
         self.cursor = state["cursor"]
         self.turns = state["turns"]
         self.ledger.load_state_dict(state["ledger"])
-        self.packer.load_state_dict(state["packer"], _Waiting(self))
+        self.packer.load_state_dict(state["packer"], _Waiting(self, state))
         for fragment in self.packer.waiting:
             self._outstanding[fragment.position] += 1
+
+
+def _extent(fragment: Fragment) -> list[int]:
+    """What a saved state keeps of a fragment's size: [tokens, tiles] of a whole sample, else all its borders."""
+    f = fragment
+    if f.count == 1 and not (f.token_start or f.tile_start):
+        return [f.token_stop, f.tile_stop]
+    borders = (f.token_stop, f.tile_stop, f.token_start, f.tile_start)
+    return [*borders, f.num_prefix_tokens, f.num_context_tokens, f.count]
 
 
 class _Waiting(Mapping):
     """Fragments by key, each sample read when it is first asked for."""
 
-    def __init__(self, stream: LaneStream) -> None:
+    def __init__(self, stream: LaneStream, state: Mapping[str, Any]) -> None:
         self._stream = stream
+        packer = state["packer"]
+        held = [key for entry in packer["reservoir"] for key in entry["keys"]]
+        keys = sorted((key[0], key[1]) for key in [*packer["waiting"], *held])
+        self._extents: dict[tuple[int, int], list[int]] = dict(zip(keys, state["extents"], strict=True))
         self._fragments: dict[tuple[int, int], Fragment] = {}
 
     def __getitem__(self, key: tuple[int, int]) -> Fragment:
         key = (key[0], key[1])
         if key not in self._fragments:
-            try:
-                encoded, fragments = self._stream._load(key[0])
-            except SampleError as error:
-                raise UserError(
-                    f"resume: a sample that waited in the saved state cannot be read again: {error}"
-                ) from None
-            self._stream._encoded[key[0]] = encoded
-            self._fragments.update({f.key: f for f in fragments})
-        if key not in self._fragments:
-            raise UserError(
-                f"resume: fragment {key[1]} of the sample at position {key[0]} waited in the saved state, but it "
-                f"now has {sum(k[0] == key[0] for k in self._fragments)} fragments: the data has changed"
-            )
+            self._read(key[0])
         return self._fragments[key]
 
+    def _read(self, position: int) -> None:
+        stream = self._stream
+        which, row = stream.mixture.locate(position)
+        sample_id = stream.dataset.sources[which].sample_id(row)
+        expected = {key: extent for key, extent in self._extents.items() if key[0] == position}
+        try:
+            encoded, fragments = stream._load(position)
+        except SampleError as error:
+            if stream.dataset.config.on_error == "stop":
+                raise UserError(
+                    f"resume: {sample_id} waited in the saved state and cannot be read again: {error}"
+                ) from None
+            stream._vanished[position] = error
+            fragments = [_stand_in(key, sample_id, extent) for key, extent in expected.items()]
+        else:
+            stream._encoded[position] = encoded
+        found = {f.key: f for f in fragments}
+        for key, extent in expected.items():
+            if key not in found or _extent(found[key]) != extent:
+                raise UserError(
+                    f"resume: {sample_id} has changed since the state was saved: its fragment {key[1] + 1} ended at "
+                    f"token {extent[0]:,} and tile {extent[1]:,}; put the old data back, or start a new run"
+                )
+        self._fragments.update(found)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._fragments)
+        return iter(self._extents)
 
     def __len__(self) -> int:
-        return len(self._fragments)
+        return len(self._extents)
+
+
+def _stand_in(key: tuple[int, int], sample_id: str, extent: list[int]) -> Fragment:
+    """A fragment of a sample that is gone, of the size that it had."""
+    token_stop, tile_stop, token_start, tile_start, prefix, context, count = [*extent, 0, 0, 0, 0, 1][:7]
+    return Fragment(key[0], sample_id, key[1], count, token_start, token_stop, tile_start, tile_stop, prefix, context)
 
 
 def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,6 +259,64 @@ def test_resume_with_other_options_is_refused_by_name(change, named, jsonl, toke
     other = loaders(jsonl, tokenizer, config=replace(CONFIG, **change))[0]
     with pytest.raises(UserError, match=f"resume: {named} was"):
         other.load_state_dict(loader.state_dict())
+
+
+def waiting_samples(state: dict[str, Any]) -> set[int]:
+    """Positions of the samples that wait in a saved state."""
+    packers = [lane["packer"] for lane in state["lanes"].values()]
+    held = [entry["keys"] for p in packers for entry in p["reservoir"]]
+    return {key[0] for keys in (*(p["waiting"] for p in packers), *held) for key in keys}
+
+
+def stopped_run(folder, tokenizer, config: PackingConfig) -> tuple[list[dict[str, Any]], dict[str, Any], list[int]]:
+    """(batches after the stop, state at the stop, rows of samples with an image that waited in it)."""
+    meta = write_jsonl(folder, 120)
+    (whole,) = loaders(meta, tokenizer, config=config)
+    iterator = iter(whole)
+    for _ in range(5):
+        next(iterator)
+    state = json.loads(json.dumps(whole.state_dict()))
+    mixture = whole.packed_dataset.mixture(0)
+    rows = sorted(mixture.locate(position)[1] for position in waiting_samples(state))
+    return list(iterator), state, [row for row in rows if (folder / "images" / f"{row:05d}_0.png").exists()]
+
+
+SMALL = replace(CONFIG, max_packed_tokens=600, num_lanes=2)
+
+
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, balance_reservoir=3)], ids=["plain", "reservoir"])
+def test_a_waiting_sample_that_vanished_leaves_and_the_packs_to_come_stay(config, tokenizer, tmp_path):
+    expected, state, rows = stopped_run(tmp_path, tokenizer, config)
+    gone = next(r for r in rows if all(len(b["sample_ids"]) > 1 for b in expected if f"made/{r}" in b["sample_ids"]))
+    (tmp_path / "images" / f"{gone:05d}_0.png").unlink()
+    (loader,) = loaders(tmp_path / "meta.json", tokenizer, config=config)
+    loader.load_state_dict(state)
+    names = [list(zip(b["sample_ids"], b["fragments"], strict=True)) for b in expected]
+    left = [[entry for entry in pack if entry[0] != f"made/{gone}"] for pack in names]
+    assert sum(map(len, left)) < sum(map(len, names))
+    assert [list(zip(b["sample_ids"], b["fragments"], strict=True)) for b in loader] == [pack for pack in left if pack]
+    loader.ledger.check()
+    assert loader.ledger.samples_quarantined == 1
+    (event,) = {event["id"]: event for event in loader.take_events()}.values()
+    assert event["id"] == f"made/{gone}" and event["reason"] == "image_missing"
+
+
+def test_a_waiting_sample_that_vanished_or_changed_is_refused_where_it_cannot_be_made_good(tokenizer, tmp_path):
+    _, state, rows = stopped_run(tmp_path, tokenizer, SMALL)
+    image = tmp_path / "images" / f"{rows[0]:05d}_0.png"
+    image.rename(tmp_path / "kept.png")
+    (loader,) = loaders(tmp_path / "meta.json", tokenizer, config=replace(SMALL, on_error="stop"))
+    loader.load_state_dict(state)
+    with pytest.raises(UserError, match=f"resume: made/{rows[0]} waited in the saved state"):
+        next(iter(loader))
+    (tmp_path / "kept.png").rename(image)
+    lines = (tmp_path / "made.jsonl").read_text().splitlines(keepends=True)
+    lines[rows[0]] = lines[rows[0]].replace('"gpt", "value": "', '"gpt", "value": "more ')
+    (tmp_path / "made.jsonl").write_text("".join(lines))
+    (loader,) = loaders(tmp_path / "meta.json", tokenizer, config=SMALL)
+    loader.load_state_dict(state)
+    with pytest.raises(UserError, match=f"resume: made/{rows[0]} has changed since"):
+        next(iter(loader))
 
 
 def test_resume_with_other_data_is_refused(jsonl, tokenizer, tmp_path):

@@ -155,6 +155,9 @@ def test_r08_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(t
     (late,) = make(meta, tokenizer, PackingConfig(max_packed_tokens=4096, num_lanes=1))
     read = []
     dataset = late.packed_dataset
+    mixture = dataset.mixture(0)
+    raw = [dataset.sources[0].read(mixture.locate(position)[1]) for position, _ in lane["packer"]["waiting"]]
+    lane["extents"] = [[dataset.encoder.encode(sample, dataset.specs[0]).record.num_tokens, 0] for sample in raw]
     monkeypatch.setattr(dataset.encoder, "decode", _counting(dataset.encoder.decode, read))
     late.load_state_dict(state)
     started = time.perf_counter()
