@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from factory import write_jsonl
 from model_samples import mixed_segments, packed_batch, padded_batch, relative_error
-from original_samples import chat_config, chat_logits, chat_weights, write_chat_checkpoint
+from original_samples import VISION_6B, chat_config, chat_logits, chat_weights, write_chat_checkpoint
 from safetensors.torch import load_file
 from transformers import InternVLForConditionalGeneration
 
@@ -36,6 +38,8 @@ def made(tmp_path_factory, tokenizer) -> Path:
     write_jsonl(folder, COUNT)
     config = chat_config(tokenizer, "qwen2")
     write_chat_checkpoint(folder / "original", config, chat_weights(config), tokenizer)
+    config = chat_config(tokenizer, "internlm2", VISION_6B)
+    write_chat_checkpoint(folder / "internlm2", config, chat_weights(config), tokenizer)
     assert cli(["convert", str(folder / "original"), str(folder / "native"), "--to", "hf"]) == 0
     return folder
 
@@ -160,24 +164,31 @@ def train(made, tmp_path):
         os.environ.pop(name, None)
 
     def call(*options: str, out: Path = tmp_path / "out", model: str = "original") -> int:
-        argv = ["--model_name_or_path", str(made / model), "--meta_path", str(made / "meta.json")]
-        argv += ["--output_dir", str(out), "--force_image_size", "56", "--max_packed_tokens", "256"]
-        argv += ["--max_seq_length", "256", "--num_images_expected", "8", "--use_cpu", "True", "--logging_steps", "1"]
-        argv += [
-            "--learning_rate",
-            "1e-2",
-            "--optim",
-            "adamw_torch",
-            "--use_packed_ds",
-            "True",
-            "--save_strategy",
-            "no",
-        ]
-        return finetune.main([*argv, *options])
+        return finetune.main([*command_line(made, out, model), *options])
 
     yield call
     os.environ.clear()
     os.environ.update(saved)
+
+
+def command_line(made: Path, out: Path, model: str) -> list[str]:
+    options = {
+        "model_name_or_path": made / model,
+        "meta_path": made / "meta.json",
+        "output_dir": out,
+        "force_image_size": 56,
+        "use_packed_ds": True,
+        "max_packed_tokens": 768,
+        "max_seq_length": 768,
+        "num_images_expected": 16,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "report_to": "none",
+        "learning_rate": 1e-2,
+        "optim": "adamw_torch",
+        "save_strategy": "no",
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 LORA = ("--use_llm_lora", "4", "--use_backbone_lora", "2")
@@ -190,7 +201,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_run_trains_adapters_and_projector_alone_and_saves_either_format(train, made, tmp_path, tokenizer):
     internvl, hf, alone = tmp_path / "internvl", tmp_path / "hf", tmp_path / "alone"
-    options = (*LORA, "--max_steps", "3")
+    options = (*LORA, "--max_steps", "2")
     chat = ("--save_format", "internvl", "--max_dynamic_patch", "4")
     assert train(*options, *chat, out=internvl) == 0
     assert train(*options, "--max_dynamic_patch", "4", out=hf) == 0
@@ -232,30 +243,29 @@ def test_a_run_trains_adapters_and_projector_alone_and_saves_either_format(train
 
 
 def test_packed_and_padded_train_to_the_same_adapters(train, tmp_path):
-    epoch = (*LORA, "--num_train_epochs", "1", "--learning_rate", "1e-3")
-    # One step over all samples, so that both ways take the same steps.
-    assert train(*epoch, "--gradient_accumulation_steps", "16", out=tmp_path / "packed") == 0
-    padded = ("--use_packed_ds", "False", "--gradient_accumulation_steps", "16")
-    assert train(*epoch, *padded, out=tmp_path / "padded") == 0
+    # One step over all samples; a large epsilon, as Adam's first steps are otherwise signs of gradients.
+    epoch = (*LORA, "--num_train_epochs", "1", "--adam_epsilon", "1e-2", "--gradient_accumulation_steps", "8")
+    assert train(*epoch, out=tmp_path / "packed") == 0
+    assert train(*epoch, "--use_packed_ds", "False", "--per_device_train_batch_size", "8", out=tmp_path / "padded") == 0
     a, b = (load_file(tmp_path / way / ADAPTER / lora.ADAPTER_FILE) for way in ("packed", "padded"))
+    assert len(losses(tmp_path / "packed")) == 1
     assert losses(tmp_path / "packed") == pytest.approx(losses(tmp_path / "padded"), rel=1e-5)
     assert a.keys() == b.keys()
-    # Adam's first step has the sign of the gradient: what differs there is round-off of gradients near zero.
-    assert all((a[name] - b[name]).abs().mean() < 2e-5 for name in a)
+    assert all((a[name] - b[name]).abs().max() < 1e-5 for name in a)
 
 
 @pytest.mark.parametrize(
     "form", [("--save_format", "internvl"), ("--merge_lora", "False")], ids=["internvl", "adapters"]
 )
 def test_going_on_from_a_checkpoint_with_lora_ends_at_the_same_weights(form, train, tmp_path):
-    steps = (*LORA, *form, "--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
+    steps = (*LORA, *form, "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2")
     assert train(*steps, out=tmp_path / "whole") == 0
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     assert train(*steps, "--resume_from_checkpoint", str(checkpoint), out=tmp_path / "rest") == 0
     file = Path(lora.ADAPTER_FILE) if form[0] == "--merge_lora" else Path(ADAPTER, lora.ADAPTER_FILE)
     a, b = (load_file(tmp_path / run / file) for run in ("whole", "rest"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    assert losses(tmp_path / "whole")[-2:] == losses(tmp_path / "rest")[-2:]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "rest")
 
 
 def test_going_on_from_a_checkpoint_in_internvl_s_format_ends_at_the_same_weights(train, tmp_path):
@@ -266,6 +276,29 @@ def test_going_on_from_a_checkpoint_in_internvl_s_format_ends_at_the_same_weight
     assert train(*steps, "--resume_from_checkpoint", str(checkpoint), out=tmp_path / "rest") == 0
     a, b = (LazyWeights(tmp_path / run) for run in ("whole", "rest"))
     assert set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_zero3_train_and_write_internlm2_as_one_process_does(train, made, tmp_path):
+    same = (*LORA, "--save_format", "internvl", "--max_steps", "2", "--num_lanes", "2", "--check_isolation", "False")
+    same += ("--adam_epsilon", "1e-2", "--lr_scheduler_type", "constant")
+    assert train(*same, "--gradient_accumulation_steps", "2", out=tmp_path / "one", model="internlm2") == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(finetune.__file__), *command_line(made, tmp_path / "two", "internlm2"), *same]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CXX": "/nonexistent"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    done = subprocess.run(
+        [*command, "--deepspeed", "zero_stage3"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    one, two, before = (LazyWeights(f) for f in (tmp_path / "one", tmp_path / "two", made / "internlm2"))
+    assert set(one) == set(two) == set(before)
+    for name in before:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6)
+    wqkv = "language_model.model.layers.0.attention.wqkv.weight"
+    assert not torch.equal(two[wqkv], before[wqkv])
 
 
 @pytest.mark.parametrize(

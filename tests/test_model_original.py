@@ -94,6 +94,15 @@ def test_a_fused_projection_in_groups_splits_by_head_and_joins_again():
     assert [p.tolist() for p in Groups(1, 1).split(torch.arange(6))] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize(("select_layer", "used"), [(-1, 3), (-3, 1), (1, 1), (3, 3)])
+def test_vision_layers_after_the_selected_one_are_not_trained(select_layer, used, tokenizer, tmp_path):
+    packed = build(tiny_chat_checkpoint(tmp_path, tokenizer, select_layer=select_layer), tokenizer).train()
+    packed(**packed_batch(mixed_segments(tokenizer))).loss.backward()
+    layers = packed.vision_modules[0].encoder.layer
+    assert [all(p.requires_grad for p in layer.parameters()) for layer in layers] == [i < used for i in range(3)]
+    assert all((p.grad is not None) == p.requires_grad for p in packed.parameters())
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 

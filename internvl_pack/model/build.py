@@ -109,8 +109,9 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
     family = _model_type(path, "model_name_or_path")
     parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
     if family == MODEL_TYPE:
+        image = image_token_id(tokenizer)
         try:
-            return load_original(local_folder(path), image_token_id(tokenizer), dtype, parts)
+            return load_original(local_folder(path), image, dtype, parts)
         except UserError as error:
             raise UserError(f"--model_name_or_path {error}") from error
     if family == "internvl":
@@ -263,8 +264,19 @@ def freeze(
     if unfreeze_vit_layers:
         for layer in vision.encoder.layer[unfreeze_vit_layers:]:
             layer.requires_grad_(True)
+    for layer in unused_vision_layers(packed):
+        layer.requires_grad_(False)
     if not any(p.requires_grad for p in packed.parameters()):
         raise UserError("nothing is left to train: leave out one of --freeze_llm, --freeze_backbone, --freeze_mlp")
+
+
+def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
+    """Layers after the one whose features are taken (InternVL's select_layer): no gradient ever reaches them."""
+    if not packed.has_vision or not isinstance(packed.config.vision_feature_layer, int):
+        return []
+    layers = packed.vision_modules[0].encoder.layer
+    used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
+    return list(layers[used if used >= 0 else len(layers) + 1 + used :])
 
 
 def _freeze_all(modules: tuple[nn.Module, ...]) -> None:

@@ -5,11 +5,12 @@ A folder's Python files are copied where the format is written again; they are n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,21 @@ def _shapes(config: Any) -> dict[str, torch.Tensor]:
     """The published native names of a config's model with tensors of no memory."""
     from transformers import InternVLForConditionalGeneration
 
-    with torch.device("meta"):
+    with _without_zero3(), torch.device("meta"):
         return published(InternVLForConditionalGeneration(config).state_dict())
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Parameters that are made here are not partitioned, and have their shapes."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def _check_weights(folder: str | Path, stored: Mapping[str, torch.Tensor], config: Any) -> dict[str, Weight]:
