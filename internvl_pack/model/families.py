@@ -48,6 +48,31 @@ ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MULTI_TOKEN_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_layer_types")
 # Rotary scalings whose tables depend on the longest position of the row, so on a segment's neighbours.
 ROW_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# Families that scale the logits after the head, and by what; transformers does so in their own forward.
+LOGIT_SCALES = {
+    **dict.fromkeys(("cohere", "cohere2"), lambda config: config.logit_scale),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), lambda config: 1.0 / config.logits_scaling),
+}
+LOGIT_OPTIONS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None, "lm_head_multiplier": 1.0}
+
+
+def logit_scale(text_config: Any) -> float:
+    """What a causal language model multiplies its head's logits by.
+
+    Raises:
+        UserError: the config changes them in a way that is not known here.
+    """
+    family = text_config.model_type
+    if family in LOGIT_SCALES:
+        return float(LOGIT_SCALES[family](text_config))
+    for option, neutral in LOGIT_OPTIONS.items():
+        value = getattr(text_config, option, None)
+        if value not in (None, neutral):
+            raise UserError(
+                f"language model {family!r} changes its logits after the head ({option} {value} in its config), which "
+                "the packed loss does not know: use another model"
+            )
+    return 1.0
 
 
 def check_family(text_config: Any) -> bool:
@@ -66,6 +91,11 @@ def check_family(text_config: Any) -> bool:
         raise UserError(
             f"language model {family!r} has layers that carry a state along the row{kinds}: packed samples would leak "
             "into each other; use a model with attention layers only (Qwen2, Qwen3, Llama)"
+        )
+    if "chunked_attention" in layers:
+        raise UserError(
+            f"language model {family!r} has layers that attend within fixed chunks only (chunked_attention), "
+            "which packed attention does not know: use a model with full or sliding attention"
         )
     for option in MULTI_TOKEN_PREDICTION:
         if getattr(text_config, option, None):

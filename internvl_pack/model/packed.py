@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from ..errors import UserError
 from ..loss import IGNORE_INDEX, normalized
 from .attention import check_cu_seqlens_form, packed_row, validate_cu_seqlens
-from .families import check_family, longest_exact_segment
+from .families import check_family, logit_scale, longest_exact_segment
 from .head import DEFAULT_CHUNK_TOKENS, LabelledHead, shift_targets
 from .images import join_without_images, normalize_tiles, place_features, zero_tile
 from .lora import merged_state_dict
@@ -84,6 +84,8 @@ class PackedModel(nn.Module):
         self._mask_stand_in: torch.Tensor | None = None
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
+        # InternVL's own forward takes the head's logits as they are, whatever its language model would do to them.
+        self._logit_scale = 1.0 if self.has_vision else logit_scale(text_config)
         self._longest_exact_segment = longest_exact_segment(text_config)
         if not str(text_config._attn_implementation).startswith("internvl_pack_"):
             raise ValueError(
@@ -102,7 +104,9 @@ class PackedModel(nn.Module):
     @property
     def language_model(self) -> nn.Module:
         """The decoder without its head."""
-        return self.model.model.language_model if self.has_vision else self.model.model
+        if self.has_vision:
+            return self.model.model.language_model
+        return self.model.model if hasattr(self.model, "model") else self.model.base_model
 
     @property
     def vision_modules(self) -> list[nn.Module]:
@@ -168,6 +172,8 @@ class PackedModel(nn.Module):
         elif pixel_values is not None and len(pixel_values):
             raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
         hidden = self._decode(embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask)
+        if self._logit_scale != 1.0:
+            hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
         output = PackedOutput()
         if labels is not None:
