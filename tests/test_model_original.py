@@ -122,6 +122,7 @@ def test_weights_in_several_files_are_read_by_their_index(bins, tokenizer, tmp_p
 def test_what_is_loaded_no_longer_hangs_on_its_file(tokenizer, tmp_path):
     folder = tiny_chat_checkpoint(tmp_path, tokenizer)
     packed = build(folder, tokenizer)
+    assert packed.generation_config.eos_token_id == [2]
     before = {name: p.clone() for name, p in packed.named_parameters()}
     with open(folder / "model.safetensors", "r+b") as file:  # in place, as a map of it would see
         size = file.seek(0, 2)
@@ -159,6 +160,7 @@ def test_weights_that_are_missing_unknown_or_of_another_shape_are_named(tokenize
         ({"ps_version": "v1"}, "ps_version is 'v1'"),
         ({"pad2square": True}, "pad2square is true"),
         ({"force_image_size": 448}, "force_image_size is 448 and vision_config.image_size 56"),
+        ({"rope_pos_id_version": "v2pe_fix"}, "rope_pos_id_version is 'v2pe_fix'"),
         ({"use_llm_lora": 16}, "use_llm_lora is 16: merge LoRA with"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights cannot be trained"),
         (
@@ -323,6 +325,36 @@ def test_the_tokenizer_of_an_original_names_its_image_tokens_without_new_ones(to
     assert loaded.context_image_token_id == tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
     assert len(loaded) == len(tokenizer)
     text = "a question <img>你好</img>\n"
+    assert loaded(text).input_ids == tokenizer(text).input_ids
+
+
+def test_qwen2_files_as_published_give_the_same_tokens(tokenizer, tmp_path):
+    folder = tiny_chat_checkpoint(tmp_path, tokenizer)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "additional_special_tokens": list(added),
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "added_tokens_decoder": {
+            str(i): {"content": t, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+            for t, i in added.items()
+        },
+    }
+    (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    loaded = load_tokenizer(folder)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.context_image_token_id == tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+    text = "<|im_start|>user\na question <img><IMG_CONTEXT></img> 你好<|im_end|>"
     assert loaded(text).input_ids == tokenizer(text).input_ids
 
 

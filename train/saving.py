@@ -10,7 +10,7 @@ from typing import Any
 
 from internvl_pack.errors import UserError
 from internvl_pack.model import lora, original
-from internvl_pack.model.original_files import local_folder, read_config, save_original
+from internvl_pack.model.original_files import local_folder, save_original
 from internvl_pack.model.packed import PackedModel, inner_names
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,18 @@ class Saving:
 
     def _original_folder(self) -> Path | None:
         """Where the extra files of an original checkpoint come from."""
-        if self.source is None:
-            return None
-        folder = local_folder(self.source)
-        return folder if original.is_original(read_config(folder)) else None
+        return local_folder(self.source) if original.is_original(_config_of(self.source)) else None
+
+
+def _config_of(source: str | None) -> dict[str, Any]:
+    """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded."""
+    from transformers import PreTrainedConfig
+
+    config: dict[str, Any] = {}
+    if source is not None:
+        with contextlib.suppress(OSError):
+            config, _ = PreTrainedConfig.get_config_dict(source)
+    return config
 
 
 def chat_style(given: str | None, source: str | None) -> str:
@@ -115,16 +123,10 @@ def chat_style(given: str | None, source: str | None) -> str:
     Raises:
         UserError: the checkpoint's is not known here.
     """
-    from transformers import PreTrainedConfig
-
     from internvl_pack.encode.chat import known_templates
 
     default = "internvl2_5"
-    config: dict[str, Any] = {}
-    if source is not None:
-        with contextlib.suppress(OSError):  # said better where the model is loaded
-            config, _ = PreTrainedConfig.get_config_dict(source)
-    template = original.template_of(config)
+    template = original.template_of(_config_of(source))
     if template is None:
         return given or default
     if given is not None:

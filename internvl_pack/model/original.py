@@ -96,7 +96,10 @@ def _refuse_what_differs(original: Mapping[str, Any]) -> None:
         raise UserError("config.json: quantization_config: quantised weights cannot be trained, use the 16-bit ones")
     if (version := original.get("ps_version", "v1")) != "v2":  # v1 is InternVL's default for configs that do not say
         raise UserError(f"config.json: ps_version is {version!r}: the native model pixel-shuffles as v2 does")
-    vision = original["vision_config"]
+    vision, llm = original["vision_config"], original["llm_config"]
+    positions = original.get("rope_pos_id_version") or llm.get("rope_pos_id_version") or "default"
+    if positions != "default":  # V2PE: the tokens of an image share less than a position each
+        raise UserError(f"config.json: rope_pos_id_version is {positions!r}: positions here count every token")
     if (kind := vision.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
         raise UserError(f"config.json: vision_config.model_type is {kind!r}, only intern_vit_6b is known")
     size, forced = vision.get("image_size", 224), original.get("force_image_size")

@@ -49,7 +49,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def local_folder(name: str | Path) -> Path:
-    """A checkpoint's folder, downloaded where it is a hub name.
+    """A checkpoint's folder; that of a hub name is downloaded, or found in the cache where the hub is off.
 
     Raises:
         UserError: neither.
@@ -79,7 +79,7 @@ def load_original(
     Raises:
         UserError: what the native model cannot compute, or weights that are missing, unknown or of another shape.
     """
-    from transformers import InternVLForConditionalGeneration
+    from transformers import GenerationConfig, InternVLForConditionalGeneration
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     config = _native_config(folder, image_token_id)
@@ -102,6 +102,8 @@ def load_original(
         attn_implementation=attn_implementation,
         output_loading_info=True,
     )
+    if Path(folder, "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     wrong = {key: info[key] for key in ("unexpected_keys", "mismatched_keys", "error_msgs") if info.get(key)}
     wrong |= {"missing_keys": left} if (left := set(info["missing_keys"]) - {"lm_head.weight"}) else {}
     assert not wrong, f"the native model did not take what was made for it: {wrong}"
