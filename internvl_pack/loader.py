@@ -27,7 +27,7 @@ from .errors import UserError
 from .lanes import Topology
 from .memory import release_free_memory
 from .report.ledger import Ledger
-from .signals import outlive_one_signal
+from .signals import obey_only_the_parent
 
 MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
 
@@ -58,7 +58,7 @@ class _Feed(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if worker:
-            outlive_one_signal()
+            obey_only_the_parent()
         if worker and not gc.get_freeze_count():
             gc.freeze()  # the collector writes into all it looks at: 50 MB of the parent's objects copied for nothing
         lanes = self.topology().reader_lanes(self.dataset.rank, worker.id if worker else 0)
