@@ -24,6 +24,9 @@ from ..errors import UserError
 from .local_order import BlockWalk, Interleaved
 from .order import Permutation, derive_seed
 
+_MAX_LOCATED = 4096
+"""Positions whose place is remembered: each is asked for when it is read and when it is packed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
@@ -105,6 +108,7 @@ class Mixture:
         self._num_positions = self._ends[-1] if self._ends else 0
         self._draw_seed = derive_seed(seed, "draw", epoch) if replacement else None
         self._positions = Permutation(self._num_positions, derive_seed(seed, "epoch", epoch))
+        self._located: dict[int, tuple[int, int]] = {}
         self._local = None
         self._rows: list[Permutation | BlockWalk]
         if shuffle and shuffle_buffer_size is not None and not replacement:
@@ -120,6 +124,14 @@ class Mixture:
 
     def locate(self, position: int) -> tuple[int, int]:
         """(index of the dataset, index of the row) at `position` of the epoch."""
+        found = self._located.get(position)
+        if found is None:
+            if len(self._located) >= _MAX_LOCATED:
+                self._located.clear()
+            found = self._located[position] = self._locate(position)
+        return found
+
+    def _locate(self, position: int) -> tuple[int, int]:
         if self._local is not None:
             dataset, offset = self._local[position]
             return dataset, self._rows[dataset][self.epoch * self.counts[dataset] + offset]
