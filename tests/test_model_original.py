@@ -289,6 +289,8 @@ def test_a_native_checkpoint_that_never_was_an_original_becomes_one(llm, tokeniz
         state = dict(LazyWeights(target))
         assert (chat_logits(config, state, ids, pixels, image) - expected).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(target).get_vocab() == tokenizer.get_vocab()
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # a name that transformers 4 knows
     loaded = build(target, tokenizer).config
     for part in ("text_config", "vision_config"):
         ours, theirs = (getattr(c, part).to_dict() for c in (loaded, model.config))

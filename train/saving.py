@@ -12,6 +12,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.model import lora, original
 from internvl_pack.model.original_files import local_folder, save_original
 from internvl_pack.model.packed import PackedModel, inner_names
+from internvl_pack.model.tokenizers import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Saving:
         like = self._original_folder()
         save_original(folder, packed.config, lora.merged_state_dict(model, state), like=like)
         if like is None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
 
     def read(self, packed: PackedModel, folder: str | Path) -> None:
         """Take the weights of a checkpoint that `write` wrote.

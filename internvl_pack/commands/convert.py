@@ -65,13 +65,14 @@ def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
 
 def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
     from ..model.original_files import convert_to_original, local_folder, read_config
+    from ..model.tokenizers import save_tokenizer
 
     if (kind := read_config(source).get("model_type")) != "internvl":
         raise UserError(f"SRC {source}: no InternVLForConditionalGeneration: its config.json says {kind!r}")
     like = local_folder(args.like) if args.like else None
     convert_to_original(source, target, like, args.max_shard_size)
     if like is None:
-        _tokenizer(source).save_pretrained(target)
+        save_tokenizer(_tokenizer(source), target)
     return "InternVLChatModel"
 
 

@@ -49,6 +49,19 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+    """Save it as transformers 4 reads it, too, on which InternVL's own code runs."""
+    tokenizer.save_pretrained(folder)
+    path = Path(folder, "tokenizer_config.json")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # the name of transformers 5
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(extra := settings.get("extra_special_tokens"), list):  # a dictionary before
+        del settings["extra_special_tokens"]
+        settings["additional_special_tokens"] = extra
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _download(name: str) -> str:
     """The files of a hub name that a tokenizer may need."""
     from huggingface_hub import snapshot_download
