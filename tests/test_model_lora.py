@@ -138,6 +138,12 @@ def test_adapters_of_other_options_are_not_taken(made, tokenizer, tmp_path):
     other = build(made / "native", tokenizer, use_llm_lora=8)
     with pytest.raises(UserError, match=r"was trained with other options \(--use_llm_lora.* more differ"):
         Saving().read(other, tmp_path)
+    with torch.no_grad():
+        other = build(made / "native", tokenizer, use_llm_lora=4)
+        Saving().read(other, tmp_path)
+        other.language_model.norm.weight.add_(0.5)
+    with pytest.raises(UserError, match="was trained on other frozen weights: give the --model_name_or_path"):
+        Saving().read(other, tmp_path)
     with pytest.raises(UserError, match=r"no adapter_model.safetensors there: LoRA was not trained"):
         Saving().read(other, made / "native")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -146,7 +147,7 @@ def save_adapter(model: nn.Module, state_dict: dict[str, torch.Tensor], folder: 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             state[_PREFIX + name.replace(f".{_NAME}.", ".")] = state_dict[name].detach().cpu().contiguous()
-    save_file(state, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(state, folder / ADAPTER_FILE, metadata={"format": "pt", "frozen": _frozen_digest(model, state_dict)})
     try:
         peft_config(model, base).save_pretrained(folder)
     except UserError:  # for going on from here, and not for peft
@@ -157,14 +158,16 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Take what `save_adapter` wrote.
 
     Raises:
-        UserError: other weights were trained then.
+        UserError: other weights were trained then, or on others that are frozen.
     """
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     path = Path(folder, ADAPTER_FILE)
     if not path.is_file():
         raise UserError(f"{folder}: no {ADAPTER_FILE} there: LoRA was not trained in this checkpoint")
-    saved = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        digest = (file.metadata() or {}).get("frozen")
     trained = {
         _PREFIX + name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -177,6 +180,18 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             f"{path}: was trained with other options (--use_llm_lora, --use_backbone_lora, --freeze_*): "
             f"{odd[0].removeprefix(_PREFIX)} and {len(odd) - 1} more differ"
         )
+    if digest is not None and digest != _frozen_digest(model, model.state_dict()):
+        raise UserError(f"{path}: was trained on other frozen weights: give the --model_name_or_path of that run")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])
+
+
+def _frozen_digest(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> str:
+    """Of the first values of each frozen weight, which tells checkpoints apart without reading all of them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            values = state_dict[name].reshape(-1)[:64].detach().float().cpu()
+            digest.update(name.encode() + values.numpy().tobytes())
+    return digest.hexdigest()
