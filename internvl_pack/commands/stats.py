@@ -1,0 +1,180 @@
+"""`internvl-pack stats META`: what the data is made of, and what packing would make of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
+from .validate import _option
+
+HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
+
+SMALL = 2000
+"""Rows that are measured in this process: starting others takes longer."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("--out", metavar="DIR", help="write plots (PNG) and one self-contained page, stats.html")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
+    )
+    add_run_options(parser)
+    _option(parser, "gradient_accumulation_steps", int, 1, "rows of a rank that share an optimizer step")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..dataset import check_budget
+    from ..report.stats import gather, mixture_counts, parts_of
+
+    if args.workers is not None and args.workers < 0:
+        raise UserError(f"--workers must be at least 0, not {args.workers}")
+    check_at_least(args, 1, "gradient_accumulation_steps")
+    config = packing_config(args)
+    if args.out:
+        _prepare(Path(args.out))
+    specs, sources, encoder, _ = open_data(args)
+    check_budget(config, encoder)
+    positions = sum(mixture_counts(parts_of(specs, sources, config), use_data_resampling=config.use_data_resampling))
+    num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
+    if args.workers is None and sum(map(len, sources)) < SMALL:
+        num_workers = 0
+    with tempfile.TemporaryDirectory(prefix="internvl-pack-stats-") as folder:
+        stats = gather(
+            specs,
+            sources,
+            encoder,
+            config,
+            folder=Path(folder),
+            num_lanes=lanes_of(args, positions),
+            packs_per_step=args.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            num_workers=num_workers,
+            follow=_follow,
+        )
+    result = stats.as_json() | {"meta": args.meta, "tokenizer": args.tokenizer}
+    _show(result)
+    if args.out:
+        from ..report.plots import write_report
+
+        names = ("conv_style", "dynamic_image_size", "use_thumbnail", "max_dynamic_patch", "oversize", "seed")
+        page = write_report(stats, result, Path(args.out), options=shown_options(args, *names))
+        plots = ", ".join(sorted(path.name for path in page.parent.glob("*.png")))
+        print(f"{page}: {page.stat().st_size / 1e6:.1f} MB, with {plots}")
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _prepare(folder: Path) -> None:
+    """Raises UserError before anything is measured: no matplotlib, or a folder that cannot be written."""
+    from ..report.plots import matplotlib
+
+    matplotlib()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--out {folder} cannot be written")
+
+
+def _follow(what: str, total: int, steps: Iterable[Any]) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=" samples", desc=what, disable=None, delay=2) as bar:
+        for done, result in steps:
+            bar.update(done)
+            yield result
+
+
+def _show(r: dict[str, Any]) -> None:
+    """Tables on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A file or pipe gets whole lines: rich would cut them at 80 columns.
+    console = Console(width=None if os.isatty(1) else 200)
+    if r["tokenizer"] is None:
+        console.print(Text(f"No --tokenizer: {STAND_IN}."))
+    budget = r["budget"]
+    table = Table(
+        "dataset", "samples", "bad", "an epoch", "tokens", "p50", "p95", "max", "tiles", "p95", "max", "trained"
+    )
+    table.add_column("share")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    everything = {
+        "name": "all",
+        "rows": sum(d["rows"] for d in r["datasets"]),
+        "samples_an_epoch": sum(d["samples_an_epoch"] for d in r["datasets"]),
+        "share_of_tokens": 1.0,
+    } | {key: r[key] for key in ("reasons", "tokens", "tiles", "supervised_share")}
+    for d in [*r["datasets"], *([everything] if len(r["datasets"]) > 1 else [])]:
+        tokens, tiles = d["tokens"], d["tiles"]
+        table.add_row(
+            Text(d["name"]),
+            f"{d['rows']:,}",
+            f"{sum(d['reasons'].values()):,}",
+            f"{d['samples_an_epoch']:,}",
+            f"{tokens['mean']:,.0f}",
+            *(f"{tokens[name]:,}" for name in ("p50", "p95", "max")),
+            f"{tiles['mean']:,.1f}",
+            *(f"{tiles[name]:,}" for name in ("p95", "max")),
+            f"{d['supervised_share']:.1%}",
+            f"{d['share_of_tokens']:.1%}",
+        )
+    console.print(table)
+    share = r["share_of_budget"]
+    console.print(
+        Text(
+            f"A sample takes {share['tokens']['p50']:.1%} of the {budget['max_packed_tokens']:,} tokens of a row "
+            f"(95 % of them at most {share['tokens']['p95']:.1%}, the longest {share['tokens']['max']:.1%}) and "
+            f"{share['tiles']['p50']:.1%} of its {budget['num_images_expected']} tiles "
+            f"({share['tiles']['p95']:.1%}, {share['tiles']['max']:.1%})."
+        )
+    )
+    if r["reasons"]:
+        table = Table("bad samples, by reason", "samples", "first", show_lines=True)
+        table.columns[1].justify = "right"
+        for reason, count in r["reasons"].items():
+            table.add_row(reason, f"{count:,}", Text("\n".join(r["examples"][reason])))
+        console.print(table)
+    table = Table("policy", "packs", "over bound", "tokens full", "tiles full", "samples a pack", "split", "refused")
+    table.add_column("steps an epoch")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, p in r["packing"].items():
+        chosen = name == budget["packing_policy"]
+        about = "" if p["exact"] else "~"
+        table.add_row(
+            f"{name} (one a row)" if name == "single" else name,
+            f"{about}{p['packs']:,}",
+            f"{p['packs_over_bound']:.4f}",
+            f"{p['token_fill']:.1%}",
+            f"{p['tile_fill']:.1%}",
+            f"{p['segments_a_pack']:.1f}",
+            f"{about}{p['split']:,}",
+            f"{sum(p['refused'].values()):,}",
+            f"{about}{p['steps']:,}",
+            style="bold" if chosen else None,
+        )
+    console.print(table)
+    p, pad = r["packing"][budget["packing_policy"]], r["padding"]
+    refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())
+    lines = [
+        f"{budget['num_lanes']} lanes, {budget['packs_a_step']} packs a step: {r['steps_an_epoch']:,} steps an epoch"
+        + ("" if p["exact"] else f" (extrapolated from {p['planned_samples']:,} samples)")
+        + (f"; refused by the budgets: {refused}" if refused else ""),
+        f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
+        f"{pad['batch_16']:.1%}; of packed rows {pad['packed']:.1%}",
+    ]
+    console.print(Text("\n".join(lines)))

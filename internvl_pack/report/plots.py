@@ -1,0 +1,484 @@
+"""Plots of `Stats` as PNG files, and one page that holds them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from .page import document, figures, table, text
+from .stats import FILL_BINS, PADDED_BATCHES, DatasetStats, Prediction, Stats
+
+MAX_DATASETS = 6
+"""Datasets with a colour of their own: the largest; the rest share one."""
+
+# Okabe and Ito's colours, told apart by colour-blind readers; shapes differ as well.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8F98")
+_ON_DARK = ("#56B4E9", "#E69F00", "#2BB88F", "#E39AC6", "#8FA6FF", "#F0813A", "#A8AFB8")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "x")
+_THEMES: dict[str, dict[str, Any]] = {
+    "light": {
+        "paper": "#ffffff",
+        "ink": "#1b2430",
+        "soft": "#5a6675",
+        "line": "#dde2e8",
+        "free": "#eef1f4",
+        "colours": _COLOURS,
+    },
+    "dark": {
+        "paper": "#1a212b",
+        "ink": "#e4e9ef",
+        "soft": "#9aa7b6",
+        "line": "#36424f",
+        "free": "#2a3442",
+        "colours": _ON_DARK,
+    },
+}
+_SIZE = (5.6, 3.6)  # inches: what a phone shows in full and still can be read
+_DPI = 200
+PAGE = "stats.html"
+
+_CAPTIONS = {
+    "lengths": "Length of samples, every good row once.",
+    "tokens_tiles": "Tokens against tiles of some of the samples; lines are the budgets of a row where they are near.",
+    "fill": "Fill of packs by policy: bars are means; the line spans the middle 90 % of packs by the fuller budget, "
+    "the dot is their median.",
+    "padding": "What padding would cost: the share of computed tokens that is padding.",
+}
+
+
+def matplotlib() -> Any:
+    """The library, set to draw without a screen.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("plots need matplotlib: pip install 'internvl-pack[report]', or leave out --out") from None
+    matplotlib.use("agg")
+    return matplotlib
+
+
+def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options: Sequence[tuple[str, str]]) -> Path:
+    """Write the plots as PNG files and one page that holds them in both schemes of colours.
+
+    Args:
+        result: of `Stats.as_json`, with `meta` and `tokenizer`.
+        options: told on the page, (name, value).
+
+    Returns:
+        the page's path.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    matplotlib()
+    pictures = {}
+    for name, draw in _PLOTS.items():
+        pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
+        (folder / f"{name}.png").write_bytes(pictures[name]["light"])
+    page = folder / PAGE
+    page.write_text(_page(stats, result, pictures, options), encoding="utf-8")
+    return page
+
+
+def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme: str) -> bytes:
+    import matplotlib.pyplot as plt
+
+    t = _THEMES[theme]
+    settings = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "text.parse_math": False,  # names of datasets are text, whatever is in them
+        "axes.edgecolor": t["soft"],
+        "axes.labelcolor": t["ink"],
+        "axes.facecolor": t["paper"],
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": t["line"],
+        "grid.linewidth": 0.7,
+        "figure.facecolor": t["paper"],
+        "text.color": t["ink"],
+        "xtick.color": t["soft"],
+        "ytick.color": t["soft"],
+        "legend.frameon": False,
+        "legend.fontsize": 8.5,
+        "hatch.linewidth": 0.6,
+    }
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        try:
+            draw(stats, axes, t)
+            out = io.BytesIO()
+            figure.savefig(out, format="png", metadata={"Software": None})
+        finally:
+            plt.close(figure)
+    return _smaller(out.getvalue())
+
+
+def _smaller(png: bytes) -> bytes:
+    """With a palette: a third of the size, and no difference that can be seen in flat colours."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(png)) as image:
+        image.convert("RGB").quantize(192, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def _named(stats: Stats) -> list[tuple[str, list[int]]]:
+    """(label, datasets' places): the largest by themselves, the rest together."""
+    order = sorted(range(len(stats.datasets)), key=lambda n: -stats.datasets[n].good)
+    named = [(_short(stats.datasets[n].name), [n]) for n in order[:MAX_DATASETS]]
+    rest = order[MAX_DATASETS:]
+    return [*named, (f"{len(rest)} others", rest)] if rest else named
+
+
+def _short(name: str, limit: int = 28) -> str:
+    name = "".join(c if c.isprintable() else "?" for c in name)
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
+def _thousands(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _lengths(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+    counts = [d.tokens.counts for d in stats.datasets]
+    values = sorted(set().union(*counts))
+    axes.set_xlabel("tokens of a sample")
+    axes.set_ylabel("samples")
+    if not values:
+        return _nothing(axes)
+    low, high = max(1, values[0]), max(values[-1], 2)
+    logarithmic = high > 20 * low
+    edges = np.geomspace(low, high + 1, 37) if logarithmic else np.linspace(low, high + 1, 37)
+    edges = np.unique(np.concatenate([np.ceil(edges[:-1]), [high + 1]]))  # whole tokens, none in two bins
+    base = np.zeros(len(edges) - 1)
+    for number, (label, places) in enumerate(_named(stats)):
+        joined: Counter[int] = sum((counts[n] for n in places), Counter())
+        heights, _ = np.histogram(list(joined), edges, weights=list(joined.values()))
+        axes.bar(
+            edges[:-1],
+            heights,
+            np.diff(edges),
+            bottom=base,
+            align="edge",
+            color=t["colours"][number],
+            edgecolor=t["paper"],
+            linewidth=0.5,
+            label=label,
+        )
+        base += heights
+    if logarithmic:
+        axes.set_xscale("log")
+    budget = stats.config.max_packed_tokens
+    if budget <= 4 * high:
+        axes.axvline(budget, color=t["ink"], linestyle="--", linewidth=1.1, label=f"token budget, {budget:,}")
+    _log_ticks(axes.xaxis, low, max(high, budget if budget <= 4 * high else 0), logarithmic)
+    _thousands(axes.yaxis)
+    axes.set_ylim(0, base.max() * 1.06)
+    axes.grid(axis="x", visible=False)
+    _legend(axes)
+
+
+def _log_ticks(axis: Any, low: float, high: float, logarithmic: bool) -> None:
+    """Powers of two on a logarithmic axis, a few of them."""
+    _thousands(axis)
+    if not logarithmic:
+        return
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    powers = [2**n for n in range(0, 40) if low / 1.2 <= 2**n <= high * 1.2]
+    axis.set_major_locator(FixedLocator(powers[:: -(-len(powers) // 7)]))
+    axis.set_minor_locator(NullLocator())
+
+
+def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+    axes.set_xlabel("tiles of a sample")
+    axes.set_ylabel("tokens of a sample")
+    top = right = 0
+    for number, (label, places) in enumerate(_named(stats)):
+        rows = np.concatenate([stats.scatter[n] for n in places]).astype(float)
+        if not len(rows):
+            continue
+        top, right = max(top, rows[:, 0].max()), max(right, rows[:, 1].max())
+        # Tiles are few whole numbers: moved a little, so that points do not hide each other.
+        aside = np.random.default_rng(number).uniform(-0.22, 0.22, len(rows))
+        axes.scatter(
+            rows[:, 1] + aside,
+            rows[:, 0],
+            s=14 if len(rows) < 600 else 6,
+            alpha=0.65 if len(rows) < 600 else 0.4,
+            color=t["colours"][number],
+            marker=_MARKERS[number],
+            linewidths=0.6 if _MARKERS[number] == "x" else 0,
+            label=label,
+        )
+    if not top:
+        return _nothing(axes)
+    budget = stats.config.budget()
+    if budget.max_tokens <= 1.6 * top:
+        axes.axhline(budget.max_tokens, color=t["ink"], linestyle="--", linewidth=1.1)
+        top = max(top, budget.max_tokens)
+    if budget.max_tiles <= 1.6 * max(right, 1):
+        axes.axvline(budget.max_tiles, color=t["ink"], linestyle="--", linewidth=1.1)
+        right = max(right, budget.max_tiles)
+    axes.set_ylim(0, top * 1.06)
+    axes.set_xlim(-0.6, max(right, 1) * 1.04 + 0.4)
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _thousands(axes.yaxis)
+    _legend(axes, always=False)
+
+
+def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+    predictions = list(stats.predictions.values())
+    height = 0.36
+    for place, p in enumerate(predictions):
+        tokens, tiles = stats.fill(p)
+        first = place == 0
+        axes.barh(place - height / 2, tokens, height, color=t["colours"][0], label="tokens" if first else None)
+        axes.barh(
+            place + height / 2,
+            tiles,
+            height,
+            color=t["colours"][1],
+            hatch="///",
+            edgecolor=t["paper"],
+            linewidth=0,
+            label="tiles" if first else None,
+        )
+        low, middle, high = (_fill_quantile(p, share) for share in (0.05, 0.5, 0.95))
+        name = "fuller budget, 90 % of packs" if first else None
+        axes.plot([low, high], [place, place], color=t["ink"], linewidth=1.6, solid_capstyle="butt", label=name)
+        axes.plot([middle], [place], "o", color=t["ink"], markersize=4.5)
+        about = "" if p.exact else "about "
+        axes.annotate(
+            f"{about}{p.packs:,} packs",
+            (1.02, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=8.5,
+            annotation_clip=False,
+        )
+    axes.set_yticks(range(len(predictions)), [_policy_label(p, stats) for p in predictions])
+    axes.tick_params(axis="y", colors=t["ink"], length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.0)
+    _percent(axes.xaxis)
+    axes.set_xlabel("share of the budget of a row")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=3, handlelength=1.4, columnspacing=1.2)
+
+
+def _policy_label(p: Prediction, stats: Stats) -> str:
+    name = "one a row" if p.policy == "single" else p.policy
+    return f"{name}\n(chosen)" if p is stats.chosen else name
+
+
+def _fill_quantile(p: Prediction, share: float) -> float:
+    need, seen = share * sum(p.fills), 0
+    for place, count in enumerate(p.fills):
+        seen += count
+        if count and seen >= need:
+            return place / FILL_BINS
+    return 0.0
+
+
+def _padding(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+    padding = stats.padding()
+    names = {f"batch_{size}": f"batches of {size},\npadded to longest" for size in PADDED_BATCHES}
+    names |= {"packed_strict": "packed, rows padded\nto the budget", "packed": "packed"}
+    for place, (key, label) in enumerate(names.items()):
+        share = padding[key]
+        colour = t["colours"][2] if key.startswith("packed") else t["colours"][5]
+        axes.barh(place, 1, 0.62, color=t["free"], edgecolor=t["line"], linewidth=0.6)
+        axes.barh(
+            place,
+            share,
+            0.62,
+            color=colour,
+            hatch=None if key.startswith("packed") else "\\\\\\",
+            edgecolor=t["paper"],
+            linewidth=0,
+        )
+        names[key] = label
+        inside = share > 0.85
+        axes.text(
+            share - 0.015 if inside else share + 0.015,
+            place,
+            f"{share:.1%}",
+            va="center",
+            ha="right" if inside else "left",
+            fontsize=8.5,
+            color="#ffffff" if inside else t["ink"],
+        )
+    axes.set_yticks(range(len(names)), list(names.values()), fontsize=8.5)
+    axes.tick_params(axis="y", colors=t["ink"], length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    _percent(axes.xaxis)
+    axes.set_xlabel("padding, of all tokens that are computed")
+    axes.grid(visible=False)
+
+
+def _percent(axis: Any) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _legend(axes: Any, *, always: bool = True) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1 or (always and handles):
+        axes.legend(
+            handles,
+            [label.lstrip("_") or "?" for label in labels],
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=2 if len(handles) > 1 else 1,
+            handlelength=1.4,
+            columnspacing=1.2,
+            borderaxespad=0.2,
+        )
+
+
+def _nothing(axes: Any) -> None:
+    axes.text(0.5, 0.5, "no sample that can be used", transform=axes.transAxes, ha="center", va="center")
+
+
+_PLOTS = {"lengths": _lengths, "tokens_tiles": _tokens_tiles, "fill": _fill, "padding": _padding}
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def _page(
+    stats: Stats, r: dict[str, Any], pictures: dict[str, dict[str, bytes]], options: Sequence[tuple[str, str]]
+) -> str:
+    budget, chosen = r["budget"], r["packing"][r["budget"]["packing_policy"]]
+    tokenizer = r["tokenizer"] or "none given, a small one built from the data: token counts differ from the model's"
+    about = "" if chosen["exact"] else "about "
+    body = [
+        f"<h1>Data of {text(r['meta'])}</h1>",
+        f'<p class="soft">Tokenizer: <span{" class=warn" if r["tokenizer"] is None else ""}>{text(tokenizer)}</span>. '
+        f"{' '.join(f'<code>{text(name)} {text(value)}</code>' for name, value in options)}</p>",
+        '<section class="card">',
+        figures(
+            [
+                ("samples", f"{r['samples']:,}", f"{r['bad']:,} bad" if r["bad"] else "none bad"),
+                ("tokens", f"{r['tokens']['total']:,}", f"{r['tokens']['mean']:,.0f} a sample"),
+                ("tiles", f"{r['tiles']['total']:,}", f"{r['tiles']['mean']:,.1f} a sample"),
+                ("trained tokens", f"{r['supervised_share']:.1%}", "of all"),
+                ("packs an epoch", f"{about}{chosen['packs']:,}", f"{chosen['packs_over_bound']:.3f} of the bound"),
+                ("fill", f"{chosen['token_fill']:.1%}", f"of tokens, {chosen['tile_fill']:.1%} of tiles"),
+                ("steps an epoch", f"{about}{r['steps_an_epoch']:,}", f"of {budget['packs_a_step']:,} packs"),
+                ("padding avoided", f"{r['padding']['batch_4']:.1%}", "against batches of 4"),
+            ]
+        ),
+        f"<p class=soft>Rows of {budget['max_packed_tokens']:,} tokens and {budget['num_images_expected']:,} tiles, "
+        f"policy {text(budget['packing_policy'])}, {budget['num_lanes']:,} lanes."
+        + ("" if chosen["exact"] else f" Extrapolated from {chosen['planned_samples']:,} samples.")
+        + "</p></section>",
+        '<section class="plots">',
+    ]
+    for name, themes in pictures.items():
+        light, dark = (base64.b64encode(themes[theme]).decode() for theme in ("light", "dark"))
+        body.append(
+            f'<figure class="card"><picture><source media="(prefers-color-scheme: dark)" '
+            f'srcset="data:image/png;base64,{dark}"><img alt="{text(_CAPTIONS[name])}" width="1120" height="720" '
+            f'src="data:image/png;base64,{light}"></picture><figcaption>{text(_CAPTIONS[name])}</figcaption></figure>'
+        )
+    body += ["</section>", "<h2>Datasets</h2>", _datasets(stats, r), "<h2>A sample's share of a row</h2>", _shares(r)]
+    body += ["<h2>Packing an epoch</h2>", _policies(r)]
+    if r["reasons"]:
+        body += ["<h2>Bad samples</h2>", _reasons(r)]
+    return document(f"Data of {r['meta']}", "\n".join(body), styles=["stats.css"])
+
+
+def _datasets(stats: Stats, r: dict[str, Any]) -> str:
+    header = ["dataset", "samples", "bad", "an epoch", "mean tokens", "p50", "p95", "max"]
+    header += ["mean tiles", "p95", "max", "trained", "of all tokens"]
+    rows = [_dataset_row(d) for d in r["datasets"]]
+    if len(rows) > 1:
+        every: DatasetStats = stats.all
+        total = {"name": "all", "rows": every.rows, "samples_an_epoch": every.positions, "share_of_tokens": 1.0}
+        rows.append(_dataset_row(total | {k: r[k] for k in ("reasons", "tokens", "tiles", "supervised_share")}))
+    strong = [len(rows) - 1] if len(rows) > 1 else []
+    return f'<section class="card">{table(header, rows, label="datasets", strong=strong)}</section>'
+
+
+def _dataset_row(d: dict[str, Any]) -> list[str]:
+    tokens, tiles = d["tokens"], d["tiles"]
+    return [
+        _short(d["name"], 60),
+        f"{d['rows']:,}",
+        f"{sum(d['reasons'].values()):,}",
+        f"{d['samples_an_epoch']:,}",
+        f"{tokens['mean']:,.0f}",
+        *(f"{tokens[name]:,}" for name in ("p50", "p95", "max")),
+        f"{tiles['mean']:,.1f}",
+        *(f"{tiles[name]:,}" for name in ("p95", "max")),
+        f"{d['supervised_share']:.1%}",
+        f"{d['share_of_tokens']:.1%}",
+    ]
+
+
+def _shares(r: dict[str, Any]) -> str:
+    names = list(r["share_of_budget"]["tokens"])
+    rows = []
+    for key, unit in (("tokens", "tokens"), ("tiles", "tiles")):
+        rows.append([unit, *(f"{r[key][name]:,.0f}" for name in names)])
+        rows.append([f"of the {unit} of a row", *(f"{r['share_of_budget'][key][name]:.1%}" for name in names)])
+    return f'<section class="card">{table(["", *names], rows, label="shares of the budget")}</section>'
+
+
+def _policies(r: dict[str, Any]) -> str:
+    header = ["policy", "packs", "lower bound", "over bound", "tokens full", "tiles full", "samples a pack"]
+    header += ["split", "refused", "steps"]
+    rows, strong = [], []
+    for number, (name, p) in enumerate(r["packing"].items()):
+        about = "" if p["exact"] else "about "
+        rows.append(
+            [
+                "one a row" if name == "single" else name,
+                f"{about}{p['packs']:,}",
+                f"{p['lower_bound']:,}",
+                f"{p['packs_over_bound']:.4f}",
+                f"{p['token_fill']:.1%}",
+                f"{p['tile_fill']:.1%}",
+                f"{p['segments_a_pack']:.1f}",
+                f"{p['split']:,}",
+                ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items()) or "0",
+                f"{about}{p['steps']:,}",
+            ]
+        )
+        if name == r["budget"]["packing_policy"]:
+            strong.append(number)
+    return f'<section class="card">{table(header, rows, label="policies", strong=strong)}</section>'
+
+
+def _reasons(r: dict[str, Any]) -> str:
+    rows = [
+        [
+            reason,
+            f"{count:,}",
+            (f'<td class="wrap">{"<br>".join(text(_short(e, 400)) for e in r["examples"][reason])}</td>',),
+        ]
+        for reason, count in r["reasons"].items()
+    ]
+    return f'<section class="card">{table(["reason", "samples", "first"], rows, label="bad samples")}</section>'
