@@ -139,7 +139,7 @@ def test_a_text_only_model_loads(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop_path_rate": 0.1}, "--drop_path_rate 0.1: the native vision tower has no stochastic depth"),
+        ({"drop_path_rate": 1.0}, "--drop_path_rate 1.0: give a probability"),
         ({"attn_kernel": "flash_attn"}, "--attn_kernel flash_attn needs a CUDA device"),
         ({"force_image_size": 448}, "--force_image_size 448: the model's tiles are 56 pixels"),
         ({"down_sample_ratio": 0.25}, "--down_sample_ratio 0.25: the model's is 0.5"),
@@ -246,3 +246,30 @@ def test_lora_trains_its_own_weights_and_saves_an_ordinary_checkpoint(checkpoint
     merged = build(tmp_path, tokenizer)
     assert merged(**batch).loss.item() == pytest.approx(packed(**batch).loss.item(), rel=1e-5)
     assert merged(**batch).loss.item() != pytest.approx(build(checkpoint, tokenizer)(**batch).loss.item(), rel=1e-4)
+
+
+def test_stochastic_depth_grows_along_the_tower_and_rests_in_evaluation(checkpoint, tokenizer):
+    from internvl_pack.model.drop_path import DropPath
+
+    plain, deep = build(checkpoint, tokenizer), build(checkpoint, tokenizer, drop_path_rate=0.5)
+    assert deep.state_dict().keys() == plain.state_dict().keys()
+    found = [module.probability for module in deep.modules() if isinstance(module, DropPath)]
+    assert found == [0.0, 0.0, 0.5, 0.5], "two layers of two branches"
+    tiles = torch.rand(64, 3, 56, 56)
+    towers = [packed.vision_modules[0] for packed in (plain, deep)]
+    with torch.no_grad():
+        expected, same = (tower.eval()(tiles).last_hidden_state for tower in towers)
+        assert torch.equal(same, expected)
+        differs = (towers[1].train()(tiles).last_hidden_state - expected).abs().amax(dim=(1, 2)) > 1e-6
+    assert 0.9 < differs.float().mean() <= 1.0, "what is kept is scaled up"
+
+
+def test_stochastic_depth_drops_whole_tiles_and_keeps_the_mean():
+    from internvl_pack.model.drop_path import DropPath
+
+    torch.manual_seed(0)
+    out = DropPath(0.25)(torch.ones(4000, 3, 2))
+    per_tile = out.flatten(1)
+    assert (per_tile == per_tile[:, :1]).all()
+    assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert out.mean().item() == pytest.approx(1.0, abs=0.03)

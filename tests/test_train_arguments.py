@@ -102,7 +102,7 @@ MISTAKES = [
     ("bad value", [*MODEL, *DATA, "--max_packed_tokens", "many"], "argument --max_packed_tokens"),
     ("bad choice", [*MODEL, *DATA, "--loss_reduction", "mean"], "argument --loss_reduction"),
     ("bad policy", [*MODEL, *DATA, "--oversize", "cut"], "oversize 'cut' is unknown"),
-    ("droppath", [*MODEL, *DATA, "--drop_path_rate", "0.1"], "--drop_path_rate 0.1"),
+    ("droppath", [*MODEL, *DATA, "--drop_path_rate", "1.5"], "--drop_path_rate 1.5"),
     ("tiles", [*MODEL, *DATA, "--min_dynamic_patch", "7", "--max_dynamic_patch", "6"], "--min_dynamic_patch 7"),
     ("normalisation", [*MODEL, *DATA, "--normalize_type", "siglip"], "--normalize_type siglip"),
     ("flash", [*MODEL, *DATA, "--attn_kernel", "flash_attn"], "--attn_kernel flash_attn needs"),

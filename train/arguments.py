@@ -55,7 +55,8 @@ class ModelArguments:
         True, "Gradient checkpointing in both towers: about a third more compute for much less memory."
     )
     drop_path_rate: float = option(
-        0.0, "Stochastic depth of the vision tower. The native model has none, so only 0 is accepted."
+        0.0,
+        "Stochastic depth of the vision tower: probability that a tile skips a branch of the last layer, less before.",
     )
     attn_kernel: str = option(
         "auto",
@@ -81,10 +82,8 @@ class ModelArguments:
             raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
         if self.model_name_or_path is not None and any(parts):
             raise UserError("--model_name_or_path excludes --vision_path and --llm_path: give one or the others")
-        if self.drop_path_rate:
-            raise UserError(
-                f"--drop_path_rate {self.drop_path_rate}: the native vision tower has no stochastic depth, use 0"
-            )
+        if not 0.0 <= self.drop_path_rate < 1.0:
+            raise UserError(f"--drop_path_rate {self.drop_path_rate}: give a probability, 0 or more and below 1")
         for name in ("use_backbone_lora", "use_llm_lora"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} {getattr(self, name)}: give the rank of LoRA, or 0 for none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -20,16 +20,42 @@ logger = logging.getLogger(__name__)
 RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
 #: Flags of older scripts that have no effect any more, and why leaving them out is right.
 DROPPED = {
-    "overwrite_output_dir": "an output folder is never emptied",
+    "overwrite_output_dir": "an output folder is never emptied, see --resume_from_checkpoint",
     "group_by_length": "packing evens out lengths",
-    "allow_overflow": "budgets are never exceeded",
+    "allow_overflow": "budgets are never exceeded, longer samples follow --oversize",
     "pad2square": "images are cut by their shape or resized",
-    "use_fast_tokenizer": "the fast tokenizer is always used",
+    "use_fast_tokenizer": "the checkpoint's own tokenizer is used",
     "ps_version": "the native model pixel-shuffles the one way",
     "vision_select_layer": "it is part of the checkpoint's config",
     "save_safetensors": "checkpoints are always safetensors",
     "logging_dir": "set TENSORBOARD_LOGGING_DIR",
     "length_path": "lengths are counted from the data",
+    "split_annotations": "rows are read where they lie, no rank loads all annotations",
+    "unfreeze_lm_head": "the head is trained or frozen with the language model",
+    "use_liger": "logits are made for --loss_chunk labelled tokens at a time",
+}
+
+
+def _unless(wanted: str, why: str) -> Callable[[str], str | None]:
+    return lambda value: None if value == wanted else why
+
+
+def _if_true(why: str) -> Callable[[str], str | None]:
+    return lambda value: why if value.lower() in ("true", "yes", "y", "t", "1") else None
+
+
+#: Values at which a flag of `DROPPED` would train something else than what is trained here: they are refused.
+REFUSED: dict[str, Callable[[str], str | None]] = {
+    "pad2square": _if_true("images are not padded to squares here: pad the files"),
+    "allow_overflow": _if_true("a row never exceeds its budgets: raise --max_packed_tokens"),
+    "ps_version": _unless("v2", "the native model shuffles pixels as v2 does: take a checkpoint of that kind"),
+    "vision_select_layer": _unless("-1", "the checkpoint's config says which layer: set vision_feature_layer there"),
+    "unfreeze_lm_head": _if_true("the head is trained with the language model: use --freeze_llm False"),
+}
+#: Flags that would train something else, whatever their value, and what to do.
+GONE = {
+    "mlp_path": "a projector is not loaded from a file of its own: put its weights (mlp1) into the checkpoint, or "
+    "train one with --vision_path and --llm_path",
 }
 
 
@@ -84,17 +110,26 @@ def words_of(path: str) -> list[str]:
 
 
 def modernise(argv: Sequence[str]) -> list[str]:
-    """The command line with the flags of older scripts renamed or left out; says so in the log."""
+    """The command line with the flags of older scripts renamed or left out; says so in the log.
+
+    Raises:
+        UserError: a flag, or the value of one, that would train something else.
+    """
     words: list[str] = []
     i = 0
     while i < len(argv):
-        flag, equals, _ = argv[i].partition("=")
+        flag, equals, value = argv[i].partition("=")
         name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        if name in GONE:
+            raise UserError(f"--{name}: {GONE[name]}")
         if name in DROPPED:
-            logger.warning("--%s has no effect here and is ignored: %s", name, DROPPED[name])
             i += 1
+            given = [value] if equals else []
             while not equals and i < len(argv) and not argv[i].startswith("--"):
+                given.append(argv[i])
                 i += 1
+            check_dropped(name, " ".join(given) or "True")
+            logger.warning("--%s has no effect here and is ignored: %s", name, DROPPED[name])
             continue
         if name in RENAMED:
             logger.warning("--%s is now --%s", name, RENAMED[name])
@@ -103,6 +138,13 @@ def modernise(argv: Sequence[str]) -> list[str]:
             words.append(argv[i])
         i += 1
     return words
+
+
+def check_dropped(name: str, value: str) -> None:
+    """Raises UserError where a flag that is left out was given a value that would train something else."""
+    why = REFUSED.get(name, lambda value: None)(value)
+    if why is not None:
+        raise UserError(f"--{name} {value}: {why}, and leave the flag out")
 
 
 def unknown_option(word: str) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import UserError
 from .attention import register_packed_attention
 from .compiled import compile_blocks, is_zero3
+from .drop_path import add_drop_path
 from .head import DEFAULT_CHUNK_TOKENS
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
 from .original import MODEL_TYPE
@@ -66,12 +67,11 @@ def build_model(
         force_image_size, down_sample_ratio: what the data is made for; checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
+        drop_path_rate: stochastic depth of the vision tower in training, of its last layer.
 
     Raises:
         UserError: names the option and what to do.
     """
-    if drop_path_rate:
-        raise UserError(f"--drop_path_rate {drop_path_rate}: the native vision tower has no stochastic depth, use 0")
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
         model = _load(model_name_or_path, tokenizer, implementation, dtype)
@@ -82,6 +82,10 @@ def build_model(
     check_fit(model.config, tokenizer, force_image_size, down_sample_ratio)
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
     check_vision_micro_tiles(packed)
+    if drop_path_rate:
+        if packed.vision_modules is None:
+            raise UserError(f"--drop_path_rate {drop_path_rate}: the model has no vision tower")
+        add_drop_path(packed.vision_modules[0], drop_path_rate)
     freeze(
         packed,
         freeze_llm=freeze_llm,

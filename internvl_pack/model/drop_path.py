@@ -1,0 +1,48 @@
+"""Stochastic depth of the vision tower: in training a tile skips a layer's attention or MLP at random.
+
+As in InternVL's own tower: layer i of n drops with probability rate * i / (n - 1), each of its two branches for each
+tile by itself, and what is kept is divided by the probability of keeping it. The native layers have a place for
+dropout at the end of either branch, before the layer scale; a factor that is the same for a whole tile may stand there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+
+
+class DropPath(nn.Module):
+    """Zero whole tiles of (tiles, tokens, width) with `probability` in training; the rest is scaled up."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.probability:
+            return values
+        keep = 1.0 - self.probability
+        kept = values.new_empty((values.shape[0],) + (1,) * (values.dim() - 1)).bernoulli_(keep)
+        return values * (kept / keep)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability:.4g}"
+
+
+def add_drop_path(vision: nn.Module, rate: float) -> None:
+    """Give every layer of the tower its share of stochastic depth.
+
+    Raises:
+        UserError: the rate is no probability, or the layers have dropout of their own.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise UserError(f"--drop_path_rate {rate}: give a probability, 0 or more and below 1")
+    layers = vision.encoder.layer
+    for layer, probability in zip(layers, torch.linspace(0.0, rate, len(layers)).tolist(), strict=True):
+        attention = layer.attention
+        if getattr(layer.dropout, "p", 0.0) or getattr(attention.projection_dropout, "p", 0.0):
+            raise UserError(f"--drop_path_rate {rate}: the vision tower has dropout already, use 0")
+        layer.dropout = DropPath(probability)
+        attention.projection_dropout = DropPath(probability)
