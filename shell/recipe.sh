@@ -9,6 +9,8 @@
 #   DEEPSPEED   zero_stage1 | zero_stage2 | zero_stage3 | zero_stage3_offload | a config file
 #   any further arguments of the launcher go to train/finetune.py and win over the recipe
 
+INTERRUPTED=75 # exit status of a run that a signal stopped at a checkpoint
+
 STAGE="${STAGE:-stage2}"
 MODEL="${MODEL:-OpenGVLab/InternVL3-1B-hf}"
 META="${META:-shell/data/demo/meta.json}"
@@ -44,11 +46,41 @@ finetune_arguments() {
   )
 }
 
-# run_logged LOG COMMAND...: shows and keeps the output, and exits with the command's own status.
+# run_logged LOG COMMAND...: shows and keeps the output, and returns the command's own status. SIGTERM, SIGUSR1 and Ctrl-C
+# that reach this script are handed to the command at once (bash alone would wait for its end); SIGNALLED names the last.
 run_logged() {
-  local log="$1"
+  local log="$1" logger out status again
   shift
   mkdir -p "$(dirname "$log")"
-  "$@" 2>&1 | tee -a "$log"
-  return "${PIPESTATUS[0]}"
+  exec {out}> >(exec tee -ai "$log")
+  logger=$!
+  SIGNALLED=""
+  "$@" >&"$out" 2>&1 {out}>&- &
+  COMMAND_PID=$!
+  trap 'hand_on TERM' TERM
+  trap 'hand_on USR1' USR1
+  trap 'hand_on INT' INT
+  status=0
+  wait "$COMMAND_PID" || status=$?
+  while [ "$status" -gt 128 ] && [ -n "$SIGNALLED" ]; do # a signal ends `wait`, the command may go on
+    again=0
+    wait "$COMMAND_PID" || again=$?
+    if [ "$again" -eq 127 ]; then break; fi # it was the command's own end
+    status="$again"
+    if ! kill -0 "$COMMAND_PID" 2>/dev/null; then break; fi
+  done
+  trap - TERM USR1 INT
+  exec {out}>&-
+  wait "$logger" || true
+  return "$status"
+}
+
+# hand_on SIGNAL: to the command of run_logged. A launcher may define `ask_to_stop` for commands that cannot take it.
+hand_on() {
+  SIGNALLED="$1"
+  if [ "$1" != INT ] && declare -F ask_to_stop >/dev/null; then
+    ask_to_stop
+  else
+    kill -s "$1" "$COMMAND_PID" 2>/dev/null || true
+  fi
 }

@@ -12,6 +12,7 @@ import warnings
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2  # exit code
+INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 SECONDS_FOR_THE_FIRST_RANK = 15.0
 
 

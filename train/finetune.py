@@ -7,7 +7,7 @@
 Also under `deepspeed`, and as plain `python` for one process. Writes into output_dir an ordinary
 Hugging Face checkpoint with its tokenizer (or, by --save_format, one in InternVL's own format),
 `train_summary.json`, and `quarantine.jsonl` with the samples that could not be used. Exit codes: 0 fine,
-2 a user's mistake, told in one line.
+2 a user's mistake, told in one line, 75 stopped by a signal at a checkpoint, to be started again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if not __package__:  # run as a file: find the packages without an installation
 from internvl_pack.errors import UserError
 from train.checkpoint import PACKING_STATE, load_packing_state
 from train.environment import (
+    INTERRUPTED,
     USER_ERROR,
     is_main_process,
     prepare_environment,
@@ -48,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from train.options import parse
 
         run = prepare(*parse(argv))
-        run.train()
-        return 0
+        return run.train()
     except UserError as error:
         report_error("finetune", error, everyone=run is not None)
         return USER_ERROR
@@ -68,8 +68,11 @@ class Run:
     zero_stage: int
     checkpoint: str | None
 
-    def train(self) -> None:
+    def train(self) -> int:
         """Train, save the model, tell what happened.
+
+        Returns:
+            The exit code: 0, or INTERRUPTED where a signal ended the run at a checkpoint.
 
         Raises:
             UserError: bad data that must stop the run.
@@ -78,11 +81,20 @@ class Run:
 
         trainer = self.trainer
         try:
-            trainer.train(resume_from_checkpoint=self.checkpoint)
+            with trainer.stop_request.listening():
+                trainer.train(resume_from_checkpoint=self.checkpoint)
         except UserError:
             self.quarantine.flush_alone()
             raise
         self.quarantine.flush()
+        if trainer.stopped_by:
+            logger.warning(
+                "stopped by %s after step %d: checkpoint-%d is complete, start again with "
+                "--resume_from_checkpoint auto to go on from it (exit status %d)",
+                *(trainer.stopped_by, trainer.state.global_step, trainer.state.global_step, INTERRUPTED),
+            )
+            trainer.wait_for_all()
+            return INTERRUPTED
         ledger = self.epochs.ledger(trainer)
         if trainer.eval_loader is not None and trainer.args.do_eval:
             trainer.evaluate()
@@ -95,6 +107,7 @@ class Run:
             summary.write(figures, trainer.args.output_dir)
             for line in summary.lines(figures, ledger):
                 logger.info(line)
+        return 0
 
 
 def prepare(model_args: Any, data_args: Any, args: Any) -> Run:

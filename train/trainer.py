@@ -9,6 +9,7 @@ What it changes, and why:
 * A rank whose data has ended trains on rows without samples until all have: equal steps everywhere.
 * A checkpoint holds the state of all lanes (`packing_state.json`), written last: its presence marks the
   checkpoint as complete.
+* A run that is asked to (interruption.py) saves at the end of a step and stops.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from internvl_pack.report.ledger import Ledger
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
+from .interruption import StopRequest
 from .sample_log import batch_ids
 from .saving import Saving
 
@@ -72,6 +74,10 @@ class PackTrainer(Trainer):
         resume_ignore_options: go on from a checkpoint that was saved with other packing options.
         eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
         saving: how the model is written; default: as a native checkpoint, LoRA merged in.
+
+    Attributes:
+        stopped_by: what made the run save and stop before its end (interruption.py), or nothing.
+        earlier: books of the run that a checkpoint was saved in: figures of its steps, ledger of its whole epochs.
     """
 
     def __init__(
@@ -101,6 +107,8 @@ class PackTrainer(Trainer):
         self.epoch_plan: EpochPlan | None = None
         self.epoch_ledgers: list[Ledger] = []
         self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
+        self.stop_request = StopRequest(args.output_dir, loader.packed_dataset.rank)
+        self.stopped_by = ""
         self._group: dist.ProcessGroup | None = None
         self._normalizer = 0.0
         self.add_callback(_EpochControl(self))
@@ -346,6 +354,15 @@ class PackTrainer(Trainer):
 
     # -- ranks -----------------------------------------------------------------------------------------
 
+    def asked_to_stop(self) -> str:
+        """What asked any rank to save and stop; all ranks call it together at the end of a step."""
+        return self.stop_request.agree(self._cpu_group() if self._world_size > 1 else None)
+
+    def wait_for_all(self) -> None:
+        """Until every rank is here; before a rank leaves with a status that makes launchers end the others."""
+        if self._world_size > 1:
+            dist.barrier(group=self._cpu_group())
+
     @property
     def _world_size(self) -> int:
         return self.loader.packed_dataset.world_size
@@ -387,6 +404,16 @@ class _EpochControl(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
         trainer.metrics.end_step()
+        self._set_epoch_and_end(args, state, control)
+        if trainer.asked_to_stop() and not control.should_training_stop:  # else the run has ended anyway
+            trainer.stopped_by = trainer.stop_request.agreed
+            # Nothing that takes time but the checkpoint, and that with the optimizer's state.
+            args.save_only_model = False
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def _set_epoch_and_end(self, args: Any, state: Any, control: Any) -> None:
+        trainer = self.trainer
         if trainer.epoch_plan is None:
             return
         loader, turns = trainer.loader, trainer.epoch_plan.turns
@@ -396,6 +423,9 @@ class _EpochControl(TrainerCallback):
             state.max_steps = state.global_step + 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer.stopped_by:  # the epoch has not ended
+            control.should_log = control.should_evaluate = control.should_save = False
+            return
         # A run resumed at the very end of an epoch finds nothing left in it; the Trainer would stop there.
         if state.global_step == self.first_step and (self.trainer.epoch_plan or state.global_step < state.max_steps):
             control.should_training_stop = False

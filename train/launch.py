@@ -1,0 +1,69 @@
+"""torchrun, for runs that may be told to stop: the same options, another way of ending.
+
+    python -m train.launch --standalone --nproc_per_node 8 train/finetune.py ...
+
+* SIGTERM and SIGUSR1 are handed on to the ranks, which save a checkpoint and end in their own time. torchrun dies of
+  SIGUSR1 and leaves its ranks behind; on SIGTERM it kills them 30 s later, however far the checkpoint is.
+* The exit status is the ranks': 2 for a mistake of the user, 75 for a run that stopped at a checkpoint, without
+  torchrun's own report, which says nothing that the rank has not said. Any other failure is reported as torchrun does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: find the packages without an installation
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from train.environment import INTERRUPTED, USER_ERROR
+
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
+ENDS_THE_RUN = "SIGINT,SIGHUP,SIGQUIT"  # what torchrun is left to handle
+SECONDS_TO_END = 10  # of the other ranks, after one has failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks, wait for them. Returns the exit status."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(list(sys.argv[1:] if argv is None else argv))
+    args.signals_to_handle = ENDS_THE_RUN
+    if getattr(args, "shutdown_timeout", 0) is None:  # not in torch 2.10
+        args.shutdown_timeout = SECONDS_TO_END
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job is started without it
+    for number in HANDED_ON:
+        signal.signal(number, hand_on)
+    # Its agent logs every rank that fails; what is worth reading is in the report that is raised.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(args)
+    except ChildFailedError as error:
+        statuses = {failure.exitcode for failure in error.failures.values()}
+        for told in (USER_ERROR, INTERRUPTED):
+            if told in statuses:
+                return told
+        print(error, file=sys.stderr, flush=True)
+        status = error.get_first_failure()[1].exitcode
+        return status if status > 0 else 128 - status
+    return 0
+
+
+def hand_on(number: int, frame: Any) -> None:
+    """Send the signal to the ranks, the children of this process; those that have ended are past it."""
+    import psutil
+
+    for child in psutil.Process().children():
+        try:
+            child.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main())
