@@ -115,12 +115,13 @@ class _Piece:
 
     def __init__(self, stored: LazyWeights, name: str, weight: Weight, native: str, dtype: torch.dtype) -> None:
         self._make = lambda: weight.split(stored[name])[native]
+        self._is_view = weight.groups is None or weight.groups.count == 1
         self._dtype = dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor = self._make()[index]
         # Of another dtype it is copied by the cast that follows; else it must not stay a part of the file.
-        return tensor.clone() if tensor.dtype == self._dtype else tensor
+        return tensor.clone() if self._is_view and tensor.dtype == self._dtype else tensor
 
 
 def _state_for_zero3(stored: LazyWeights, plan: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
