@@ -298,6 +298,17 @@ def test_a_native_checkpoint_that_never_was_an_original_becomes_one(llm, tokeniz
         assert theirs.keys() - same <= {"dtype", "architectures"}
 
 
+def test_a_native_checkpoint_gets_the_code_of_the_one_it_shall_be_like(tokenizer, tmp_path):
+    from internvl_pack.tiny import save_tiny_checkpoint
+
+    native = save_tiny_checkpoint(tmp_path / "native", tokenizer)
+    like = tiny_chat_checkpoint(tmp_path / "like", tokenizer)
+    assert cli(["convert", str(native), str(tmp_path / "new"), "--to", "internvl", "--like", str(like)]) == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["auto_map"] == chat_config(tokenizer)["auto_map"]
+    assert (tmp_path / "new" / "modeling_internvl_chat.py").is_file()
+
+
 def test_mistakes_of_convert_are_one_line(tokenizer, tmp_path, capsys):
     source = tiny_chat_checkpoint(tmp_path / "source", tokenizer)
     cases = [

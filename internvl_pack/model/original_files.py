@@ -222,7 +222,8 @@ def save_original(
     Args:
         config: its native config.
         state: its state dict, by its own names or by those of published files; whole tensors.
-        like: an original checkpoint's folder, whose other files (code, tokenizer, ...) are copied.
+        like: an original checkpoint's folder, whose other files (code, tokenizer, ...) are copied; its `auto_map`
+            names them where the config has none.
         changes: keys of config.json that are set (`template`, `max_dynamic_patch`, ...).
 
     Raises:
@@ -243,6 +244,8 @@ def save_original(
     write_weights(folder, meta, lambda name: _own(plan[name].join(state)), max_shard_size)
     if like is not None:
         copy_extra_files(like, folder)
+        if "auto_map" not in content and (auto_map := read_config(like).get("auto_map")):
+            content["auto_map"] = auto_map
     else:
         content.pop("auto_map", None)  # names Python files that are not there
     _write_json(folder / "config.json", content)
