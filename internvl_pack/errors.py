@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+#: The machine's trouble, whatever sample is read: too many open files, no memory for the kernel.
+MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
 
 class UserError(ValueError):
     """A mistake in options, meta file or environment: one line that names what to change.
@@ -27,3 +37,36 @@ class SampleError(ValueError):
 
     def __reduce__(self):  # ValueError would unpickle with one argument
         return type(self), (self.reason, self.detail)
+
+
+@contextmanager
+def costs_one_sample(where: str) -> Iterator[None]:
+    """Whatever goes wrong inside is the trouble of the one sample that is read, encoded or decoded there.
+
+    Readers, decoders and templates, a user's own among them, raise what they like, and one sample of millions must not
+    end a run. Everything becomes a SampleError that names the exception: `out_of_memory` (MemoryError), `unreadable`
+    (OSError) or `unexpected_error`, whose traceback is logged. A fault that is in all samples stops the run all the
+    same, since none of the first ones loads, or by `max_bad_fraction`.
+
+    Passed on are UserError, ImportError (something is not installed), errors of the machine (MACHINE_ERRORS), and what
+    is no `Exception`: KeyboardInterrupt, SystemExit.
+
+    Args:
+        where: what was read, for the message: a file and line, an image.
+    """
+    try:
+        yield
+    except (SampleError, UserError, ImportError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
+            raise
+        reason = "unexpected_error"
+        if isinstance(error, MemoryError):
+            reason = "out_of_memory"
+        elif isinstance(error, OSError):
+            reason = "unreadable"
+        else:
+            logger.warning("%s: a fault in reading one sample, which is left out", where, exc_info=True)
+        text = " ".join(str(error).split())[:500].encode("utf-8", "backslashreplace").decode()
+        raise SampleError(reason, f"{where}: {type(error).__name__}{': ' * bool(text)}{text}") from error

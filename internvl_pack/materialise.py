@@ -25,7 +25,7 @@ import numpy as np
 
 from .encode.sample import Encoded, Encoder, PlannedImage
 from .encode.tiles import TileGrid
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, costs_one_sample
 from .planning import mixture_of
 from .preset import PRESET, PlannedFragment, Preset, file_facts, group_starts, write_json
 from .records import Record
@@ -153,8 +153,9 @@ class LaneWriter:
             row["sample_ids"].append(fragment.sample_id)
             row["sample_loss_tokens"].append(fragment.sample_loss_tokens)
             try:
-                encoded = self._encoded(epoch, fragment)
-                found = [(number, image, image.ref.read()) for image in _images_of(encoded, fragment)]
+                with costs_one_sample(f"sample {fragment.sample_id}"):
+                    encoded = self._encoded(epoch, fragment)
+                    found = [(number, image, image.ref.read()) for image in _images_of(encoded, fragment)]
             except SampleError as error:
                 row["reasons"].append(error.reason)
                 row["details"].append(error.detail)

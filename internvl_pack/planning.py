@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import PackingConfig, auto_lanes
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, costs_one_sample
 from .packing.bounds import LowerBounds
 from .packing.cost import CostModel
 from .packing.offline import OFFLINE_POLICIES
@@ -209,7 +209,8 @@ class _LaneReader:
         self.cursor += 1
         which, row = self.mixture.locate(position)
         try:
-            fragments = self._fragments(position, which, row)
+            with costs_one_sample(self.planner.ids[which].sample_id(row)):
+                fragments = self._fragments(position, which, row)
         except SampleError as error:
             self._refuse(position, which, row, error)
             return []

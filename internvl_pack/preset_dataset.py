@@ -20,14 +20,14 @@ from .collate import Segment
 from .config import PackingConfig
 from .dataset import PackedDataset
 from .encode.sample import EncodeConfig, Encoded, Encoder
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, costs_one_sample
 from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
 from .sources import DatasetSpec, RawSample, Source, load_meta, open_source
 from .sources.mixture import Mixture, MixturePart
 from .sources.order import Permutation, derive_seed
-from .stream import LaneStream
+from .stream import LaneStream, of_fragment
 
 
 class PresetDataset(PackedDataset):
@@ -186,7 +186,9 @@ class PresetLane(LaneStream):
             UserError: it is another one now.
         """
         which, row = self.mixture.locate(fragment.position)
-        encoded = self.dataset.encoder.encode(self.dataset.sources[which].read(row), self.dataset.specs[which])
+        source = self.dataset.sources[which]
+        with costs_one_sample(source.origin(row)):
+            encoded = self.dataset.encoder.encode(source.read(row), self.dataset.specs[which])
         record = encoded.record
         planned = (fragment.sample_id, fragment.sample_tokens, fragment.sample_tiles)
         found = (record.sample_id, record.num_tokens, record.num_tiles)
@@ -205,12 +207,13 @@ class PresetLane(LaneStream):
             last = not self._outstanding[position]
             if last:
                 del self._outstanding[position]
-            self.ledger.lose(fragment, error.reason, last=last)
+            if not self.ledger.lose(fragment, error.reason, last=last):
+                return
         else:
             self.ledger.refuse(error.reason)
             if fragment.count > 1:
                 self._gone[position] = fragment.count - 1
-        self._leave(fragment.sample_id, error, which, row, "decoded")
+        self._leave(fragment.sample_id, of_fragment(error, fragment), which, row, "decoded")
 
     def _leave_as_planned(self) -> None:
         """The samples that left when the preset was planned enter the ledger with the lane's first pack."""
@@ -270,11 +273,12 @@ class StoredLane(PresetLane):
         last = fragment.position not in self._outstanding
         which, row = self.mixture.locate(fragment.position)
         try:
-            stored = self._read(fragment)
-            tiles = self.dataset.encoder.decode(stored, epoch=self.epoch, out=out)
+            with costs_one_sample(f"sample {fragment.sample_id}"):
+                stored = self._read(fragment)
+                tiles = self.dataset.encoder.decode(stored, epoch=self.epoch, out=out)
         except SampleError as error:
-            self.ledger.lose(fragment, error.reason, last=last)
-            self._leave(fragment.sample_id, error, which, row, "decoded")
+            if self.ledger.lose(fragment, error.reason, last=last):
+                self._leave(fragment.sample_id, of_fragment(error, fragment), which, row, "decoded")
             return None
         self.ledger.pack(fragment, last=last)
         self._outcomes[which, "decoded", True] += 1

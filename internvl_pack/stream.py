@@ -11,7 +11,7 @@ import numpy as np
 from .buffers import TileBuffers
 from .collate import PackRow, Segment
 from .encode.sample import Encoded
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, costs_one_sample
 from .loss import IGNORE_INDEX
 from .packing.packer import LanePacker
 from .packing.split import split
@@ -65,16 +65,17 @@ class LaneStream:
         """The sample at a position, encoded and cut. Raises SampleError."""
         which, row = self.mixture.locate(position)
         source, spec = self.dataset.sources[which], self.dataset.specs[which]
-        encoded = self.dataset.encoder.encode(source.read(row), spec)
         config = self.dataset.config
-        fragments = split(
-            encoded.record,
-            position,
-            self.budget,
-            oversize=config.oversize,
-            max_segment_tokens=config.max_seq_length,
-            repeat_system_prompt=config.repeat_system_prompt,
-        )
+        with costs_one_sample(source.origin(row)):
+            encoded = self.dataset.encoder.encode(source.read(row), spec)
+            fragments = split(
+                encoded.record,
+                position,
+                self.budget,
+                oversize=config.oversize,
+                max_segment_tokens=config.max_seq_length,
+                repeat_system_prompt=config.repeat_system_prompt,
+            )
         return encoded, fragments
 
     def _read_next(self, position: int) -> None:
@@ -158,12 +159,13 @@ class LaneStream:
         try:
             if isinstance(encoded, SampleError):
                 raise encoded
-            tiles = self.dataset.encoder.decode(
-                encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out
-            )
+            with costs_one_sample(f"sample {fragment.sample_id}"):
+                tiles = self.dataset.encoder.decode(
+                    encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out
+                )
         except SampleError as error:
-            self.ledger.lose(fragment, error.reason, last=last)
-            self._leave(fragment.sample_id, error, which, row, "decoded")
+            if self.ledger.lose(fragment, error.reason, last=last):
+                self._leave(fragment.sample_id, of_fragment(error, fragment), which, row, "decoded")
             return None
         self.ledger.pack(fragment, last=last)
         self._outcomes[which, "decoded", True] += 1
@@ -273,6 +275,14 @@ def _stand_in(key: tuple[int, int], sample_id: str, extent: list[int]) -> Fragme
     """A fragment of a sample that is gone, of the size that it had."""
     token_stop, tile_stop, token_start, tile_start, prefix, context, count = [*extent, 0, 0, 0, 0, 1][:7]
     return Fragment(key[0], sample_id, key[1], count, token_start, token_stop, tile_start, tile_stop, prefix, context)
+
+
+def of_fragment(error: SampleError, fragment: Fragment) -> SampleError:
+    """The error, saying of a split sample which part of it is lost: the others are trained."""
+    if fragment.count == 1:
+        return error
+    part = f"part {fragment.index + 1} of {fragment.count} of this sample; parts without damage are trained"
+    return SampleError(error.reason, f"{error.detail} ({part})")
 
 
 def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:

@@ -20,7 +20,7 @@ from typing import Any
 
 from .config import PackingConfig
 from .encode.sample import Encoder
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, costs_one_sample
 from .packing.split import split
 from .sources import DatasetSpec, Source
 
@@ -137,19 +137,20 @@ class Checker:
         source, spec = self.sources[which], self.specs[which]
         own_id = None
         try:
-            raw = source.read(row)
-            own_id = raw.data["id"] if raw.own_id is not None else None
-            encoded = self.encoder.encode(raw, spec)
-            split(
-                encoded.record,
-                row,
-                self._budget,
-                oversize=self.config.oversize,
-                max_segment_tokens=self.config.max_seq_length,
-                repeat_system_prompt=self.config.repeat_system_prompt,
-            )
-            if self.decode:
-                self.encoder.check_pixels(encoded)
+            with costs_one_sample(source.origin(row)):
+                raw = source.read(row)
+                own_id = raw.data["id"] if raw.own_id is not None else None
+                encoded = self.encoder.encode(raw, spec)
+                split(
+                    encoded.record,
+                    row,
+                    self._budget,
+                    oversize=self.config.oversize,
+                    max_segment_tokens=self.config.max_seq_length,
+                    repeat_system_prompt=self.config.repeat_system_prompt,
+                )
+                if self.decode:
+                    self.encoder.check_pixels(encoded)
         except SampleError as error:
             is_line = spec.shards is None
             sample_id = source.sample_id(row)

@@ -75,6 +75,8 @@ def decode_rgb(
         return _decode_by_pillow(data, header.format, allow_truncated), 1
     except SampleError as error:
         raise SampleError(error.reason, f"{name}: {error.detail}") from None
+    except ImportError:  # of a package, not of this image
+        raise
     except MemoryError:
         detail = f"{name}: no memory for {header.width} x {header.height} pixels; lower max_image_pixels"
         raise SampleError("image_too_large", detail) from None

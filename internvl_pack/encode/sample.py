@@ -25,7 +25,7 @@ from internvl_pack.encode.video import (
     video_of,
     with_frame_lines,
 )
-from internvl_pack.errors import SampleError, UserError
+from internvl_pack.errors import SampleError, UserError, costs_one_sample
 from internvl_pack.records import Record, Span
 
 IGNORE = -100
@@ -156,9 +156,10 @@ class Encoder:
         Raises SampleError; its detail begins with `raw.origin`.
         """
         try:
-            return self._encode(raw, spec)
+            with costs_one_sample(f"sample {raw.sample_id}"):
+                return self._encode(raw, spec)
         except SampleError as error:
-            raise SampleError(error.reason, f"{raw.origin}: {error.detail}") from None
+            raise SampleError(error.reason, f"{raw.origin}: {error.detail}") from error.__cause__
 
     def _encode(self, raw, spec) -> Encoded:
         turns = turns_of(raw.data)
@@ -282,14 +283,17 @@ class Encoder:
                 inside.append(image)
                 if isinstance(image, PlannedImage):
                     part = tiles[first - tile_start : last - tile_start]
-                    decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
+                    with costs_one_sample(image.ref.name):
+                        decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
         if inside and isinstance(inside[0], PlannedFrame):  # of one video, a tile each
-            decode_frames(inside, sample_id, epoch, tiles, self._rules.max_image_pixels)
+            with costs_one_sample(inside[0].ref.name):
+                decode_frames(inside, sample_id, epoch, tiles, self._rules.max_image_pixels)
         if encoded.data_augment:
-            recompress(tiles, sample_id, epoch, tile_start)
+            with costs_one_sample(f"data_augment of {sample_id}"):
+                recompress(tiles, sample_id, epoch, tile_start)
         return tiles
 
     def check_pixels(self, encoded: Encoded) -> None:
@@ -297,8 +301,10 @@ class Encoder:
 
         Of a video, the frames of epoch 0.
         """
-        if encoded.images and isinstance(encoded.images[0], PlannedFrame):
-            decode_frames(encoded.images, encoded.record.sample_id, 0, None, self._rules.max_image_pixels)
-            return
         for image in encoded.images:
-            check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)
+            with costs_one_sample(image.ref.name):
+                if isinstance(image, PlannedFrame):  # the first of all frames of one video
+                    sample_id = encoded.record.sample_id
+                    decode_frames(encoded.images, sample_id, 0, None, self._rules.max_image_pixels)
+                    return
+                check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

@@ -6,7 +6,9 @@
 
 `dropped` are samples that a policy of the user's removes (`oversize`); `quarantined` are samples that
 cannot be used, each under its reason. A split sample counts as packed with its last fragment, and as
-quarantined as soon as one of its fragments is lost. Counts are integers, so ledgers of lanes and ranks
+quarantined as soon as one of its fragments is lost. Its other fragments are trained all the same, since
+packs are fixed before pixels are decoded and some may have been delivered: `samples_trained_in_part`
+counts the quarantined samples of which at least one fragment was. Counts are integers, so ledgers of lanes and ranks
 add up exactly in any order, and go into a saved state as they are.
 """
 
@@ -24,6 +26,7 @@ _COUNTS = (
     "samples_in",
     "samples_packed",
     "samples_split",
+    "samples_trained_in_part",
     "fragments_in",
     "fragments_packed",
     "fragments_lost",
@@ -42,6 +45,7 @@ class Ledger:
         self.dropped: Counter[str] = Counter()
         self.quarantined: Counter[str] = Counter()
         self._lossy: set[int] = set()  # positions of split samples that lost a fragment and have others waiting
+        self._begun: set[int] = set()  # of those that had one packed
 
     # -- events ----------------------------------------------------------------------------------------
 
@@ -67,22 +71,28 @@ class Ledger:
         """A fragment was put into a row; `last` when no other fragment of its sample waits."""
         self.counts["fragments_packed"] += 1
         self.counts["tokens_packed"] += fragment.token_stop - fragment.token_start
+        if fragment.count > 1:
+            self._begun.add(fragment.position)
         if last and fragment.position not in self._lossy:
             self.counts["samples_packed"] += 1
         self._settle(fragment, last)
 
-    def lose(self, fragment: Fragment, reason: str, *, last: bool) -> None:
-        """A fragment's images could not be decoded."""
+    def lose(self, fragment: Fragment, reason: str, *, last: bool) -> bool:
+        """A fragment's images could not be decoded. True for the first of its sample, which quarantines it."""
         self.counts["fragments_lost"] += 1
         self.counts["tokens_lost"] += fragment.token_stop - fragment.token_start
-        if fragment.position not in self._lossy:
+        is_first = fragment.position not in self._lossy
+        if is_first:
             self.quarantined[reason] += 1
             self._lossy.add(fragment.position)
         self._settle(fragment, last)
+        return is_first
 
     def _settle(self, fragment: Fragment, last: bool) -> None:
         if last:
+            self.counts["samples_trained_in_part"] += fragment.position in self._lossy & self._begun
             self._lossy.discard(fragment.position)
+            self._begun.discard(fragment.position)
 
     # -- figures ---------------------------------------------------------------------------------------
 
@@ -126,6 +136,8 @@ class Ledger:
         ]
         lines += [f"  dropped           {n:>12,}   {reason}" for reason, n in sorted(self.dropped.items())]
         lines += [f"  quarantined       {n:>12,}   {reason}" for reason, n in sorted(self.quarantined.items())]
+        if c["samples_trained_in_part"]:
+            lines.append(f"    trained in part {c['samples_trained_in_part']:>12,}   fragments without lost images")
         lines.append(f"  still waiting     {self.samples_waiting:>12,}")
         lines.append(
             f"fragments           {c['fragments_in']:>12,}   packed {c['fragments_packed']:,}, "
@@ -145,6 +157,7 @@ class Ledger:
             "dropped": dict(sorted(self.dropped.items())),
             "quarantined": dict(sorted(self.quarantined.items())),
             "lossy": sorted(self._lossy),
+            "begun": sorted(self._begun),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +165,7 @@ class Ledger:
         self.dropped = Counter(state["dropped"])
         self.quarantined = Counter(state["quarantined"])
         self._lossy = set(state["lossy"])
+        self._begun = set(state.get("begun", ()))  # absent in states of earlier releases
 
     def merged(self, other: Ledger) -> Ledger:
         """A new ledger of both."""
@@ -160,4 +174,5 @@ class Ledger:
         out.dropped = self.dropped + other.dropped
         out.quarantined = self.quarantined + other.quarantined
         out._lossy = self._lossy | other._lossy
+        out._begun = self._begun | other._begun
         return out

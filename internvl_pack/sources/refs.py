@@ -8,7 +8,6 @@ Paths are handed to the system as UTF-8 bytes, so that a name outside ASCII is f
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -18,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
-from ..errors import SampleError, UserError
+from ..errors import MACHINE_ERRORS, SampleError, UserError
 
 MAX_OPEN_FILES = 128
 """Descriptors of annotation files and shards that a process keeps open."""
@@ -26,7 +25,6 @@ MAX_IMAGE_BYTES = 256 << 20
 """Compressed size beyond which an image is refused unread: no worker needs more memory than that for its bytes."""
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://")
-_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine's trouble, not the sample's
 
 
 class Stamp(NamedTuple):
@@ -183,7 +181,7 @@ def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
 
 
 def _sample_error(path: str, error: Exception) -> SampleError:
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+    if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
         raise error
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return SampleError("image_missing", f"there is no file {path!r}")
