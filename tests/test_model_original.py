@@ -131,6 +131,14 @@ def test_what_is_loaded_no_longer_hangs_on_its_file(tokenizer, tmp_path):
     assert all(torch.equal(p, before[name]) for name, p in packed.named_parameters())
 
 
+def test_generation_settings_that_could_not_be_saved_are_left_out_with_a_warning(tokenizer, tmp_path, caplog):
+    folder = tiny_chat_checkpoint(tmp_path / "source", tokenizer)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.2}', encoding="utf-8")
+    packed = build(folder, tokenizer)
+    assert "generation_config.json is left out" in caplog.text
+    packed.save_pretrained(tmp_path / "saved")
+
+
 def test_a_pickle_that_is_more_than_tensors_is_refused(tokenizer, tmp_path):
     config = chat_config(tokenizer)
     folder = write_chat_checkpoint(tmp_path, config, {"mlp1.0.weight": Path("x")}, tokenizer, bins=True)

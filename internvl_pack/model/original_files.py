@@ -79,7 +79,7 @@ def load_original(
     Raises:
         UserError: what the native model cannot compute, or weights that are missing, unknown or of another shape.
     """
-    from transformers import GenerationConfig, InternVLForConditionalGeneration
+    from transformers import InternVLForConditionalGeneration
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     config = _native_config(folder, image_token_id)
@@ -102,12 +102,27 @@ def load_original(
         attn_implementation=attn_implementation,
         output_loading_info=True,
     )
-    if Path(folder, "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    _take_generation_config(model, folder)
     wrong = {key: info[key] for key in ("unexpected_keys", "mismatched_keys", "error_msgs") if info.get(key)}
     wrong |= {"missing_keys": left} if (left := set(info["missing_keys"]) - {"lm_head.weight"}) else {}
     assert not wrong, f"the native model did not take what was made for it: {wrong}"
     return model
+
+
+def _take_generation_config(model: nn.Module, folder: str | Path) -> None:
+    """The folder's settings of generation, unless transformers would refuse to save them."""
+    from transformers import GenerationConfig
+
+    path = Path(folder, "generation_config.json")
+    if not path.is_file():
+        return
+    try:
+        settings = GenerationConfig.from_pretrained(folder)
+        settings.validate(strict=True)
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s is left out: %s", path, " ".join(str(error).split())[:300])
+    else:
+        model.generation_config = settings
 
 
 class _Piece:
