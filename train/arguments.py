@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -435,7 +436,8 @@ def find_deepspeed_config(name: str) -> Path:
     if path.is_file():
         return path
     shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
-    stem = path.stem.removesuffix("_config")  # InternVL's scripts say zero_stage1_config.json
+    # InternVL's scripts say zero_stage1_config.json, and zero_stage3_config_34b.json for larger models.
+    stem = re.sub(r"_config(_\d+b)?$", "", path.stem)
     if stem in shipped and path.parent == Path("."):
         return shipped[stem]
     raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Mapping
+
+from internvl_pack.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -17,15 +21,39 @@ SECONDS_FOR_THE_FIRST_RANK = 15.0
 
 
 def prepare_environment() -> None:
-    """Give a process that no launcher started the variables of a world of one; safe to repeat.
+    """Give a process that no launcher of PyTorch started the variables that one would have set; safe to repeat.
 
-    DeepSpeed looks for MPI without them, and transformers would wrap the model in DataParallel on a
-    machine with several GPUs.
+    A task of srun takes Slurm's place of it. Anything else is a world of one: DeepSpeed looks for MPI without these
+    variables, and transformers would wrap the model in DataParallel on a machine with several GPUs.
+
+    Raises:
+        UserError: a task of srun that does not know where the first one runs.
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
+    if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in os.environ:
+        os.environ.update(_slurm_world(os.environ))
+        return
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+
+
+def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun from those of a task of srun."""
+    world = {"RANK": env["SLURM_PROCID"], "LOCAL_RANK": env["SLURM_LOCALID"], "WORLD_SIZE": env["SLURM_NTASKS"]}
+    per_node = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
+    world["LOCAL_WORLD_SIZE"] = per_node.partition("(")[0].partition(",")[0]  # "8(x2)"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    address = env.get("MASTER_ADDR")
+    if not address:
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            address = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise UserError(f"srun: scontrol does not tell the nodes of {nodes!r}: set MASTER_ADDR") from error
+    # A port of its own for each job, so that two jobs on a node do not meet.
+    port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)
+    return world | {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def prepare_deepspeed_on_cpu() -> None:

@@ -42,10 +42,10 @@ logger = logging.getLogger("train.finetune")
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, train, save. Returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    prepare_environment()
-    set_up_logging()
     run = None
     try:
+        prepare_environment()
+        set_up_logging()
         from train.options import parse
 
         run = prepare(*parse(argv))

@@ -21,7 +21,7 @@ RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy
 #: Flags of older scripts that have no effect any more, and why leaving them out is right.
 DROPPED = {
     "overwrite_output_dir": "an output folder is never emptied, see --resume_from_checkpoint",
-    "group_by_length": "packing evens out lengths",
+    "group_by_length": "--use_packed_ds True makes rows of equal length",
     "allow_overflow": "budgets are never exceeded, longer samples follow --oversize",
     "pad2square": "images are cut by their shape or resized",
     "use_fast_tokenizer": "the checkpoint's own tokenizer is used",
