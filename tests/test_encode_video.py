@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import random
+import struct
 import sys
 import tarfile
 import tempfile
+from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +148,113 @@ def test_a_clip_is_respected(encoder, minute, window, first, last):
     for epoch in range(3):
         found = shown(encoder.decode(encoded, epoch=epoch))
         assert first <= found[0] and found[-1] <= last and found == sorted(set(found))
+
+
+@pytest.mark.parametrize("window", [[0, 1e308], [0, 10**300], [4, 1.5e308]])
+def test_a_clip_may_end_far_beyond_the_video(encoder, window):
+    encoded = encoder.encode(video_sample(clip(60), clip=window), SPEC)
+    assert encoded.images[0].clip.frames == 60 - 10 * window[0]
+
+
+@pytest.mark.parametrize("window", [[6, 8], [5, 5.5], [1e300, 1e308], [0, 10**400], [0, True], ["0", "1"], [2, 1]])
+def test_a_clip_that_is_none_is_refused(encoder, window):
+    assert reason(lambda: encoder.encode(video_sample(clip(50), clip=window), SPEC)) == "video_clip"
+
+
+# --- turned and mirrored
+
+QUARTERS = "RG/BW"  # as stored: red and green above blue and white
+
+
+def quartered() -> bytearray:
+    colours = {"R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "W": (255, 255, 255)}
+    above, below = (np.repeat([[colours[c] for c in row]], 32, axis=1) for row in QUARTERS.split("/"))
+    picture = np.concatenate([np.repeat(row, 24, axis=0) for row in (above, below)]).astype(np.uint8)
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format="mp4") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 48, "yuv420p", 4_000_000
+            for _ in range(10):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+        return bytearray(open(file.name, "rb").read())
+
+
+@pytest.mark.parametrize(
+    "matrix, expected",
+    [
+        ((1, 0, 0, 1), "RG/BW"),
+        ((0, 1, -1, 0), "BR/WG"),  # a quarter turn clockwise: a telephone held upright
+        ((-1, 0, 0, -1), "WB/GR"),
+        ((0, -1, 1, 0), "GW/RB"),
+        ((-1, 0, 0, 1), "GR/WB"),  # mirrored: a front camera
+        ((1, 0, 0, -1), "BW/RG"),
+        ((0, 1, 1, 0), "RB/GW"),
+        ((0, -1, -1, 0), "WG/BR"),
+        ((0, 0, 0, 0), "RG/BW"),
+    ],
+)
+def test_frames_stand_as_the_display_matrix_says(encoder, matrix, expected):
+    data = quartered()
+    place = data.index(b"tkhd") + 8 + 20 + 8 + 8  # version 0: times, id, duration; reserved; layer to volume
+    a, b, c, d = (n << 16 for n in matrix)
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    encoded = encoder.encode(video_sample(bytes(data)), SPEC)
+    assert encoded.record.num_tiles == len(encoded.images)
+    names = {(1, 0, 0): "R", (0, 1, 0): "G", (0, 0, 1): "B", (1, 1, 1): "W"}
+    for tile in encoder.decode(encoded):
+        seen = [names[tuple((tile[:, y, x] > 128).astype(int))] for y in (14, 42) for x in (14, 42)]
+        assert "{}{}/{}{}".format(*seen) == expected
+
+
+# --- odd containers
+
+
+def test_a_variable_frame_rate_is_sampled_by_time(encoder):
+    """Thirty frames within a second, thirty at every half second: the frame that is shown at the moment is taken."""
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format="mp4") as container:
+            stream = container.add_stream("mpeg4", rate=1000)
+            stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 48, "yuv420p", 4_000_000
+            stream.codec_context.time_base = Fraction(1, 1000)
+            starts = [33 * i if i < 30 else 990 + 500 * (i - 30) for i in range(60)]
+            for i, start in enumerate(starts):
+                picture = np.full((48, 64, 3), 20 + STEP * (i // 10), np.uint8)
+                picture[:, 32:] = 20 + STEP * (i % 10)
+                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                frame.pts, frame.time_base = start, Fraction(1, 1000)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        data = Path(file.name).read_bytes()
+    encoded = encoder.encode(video_sample(data), SPEC)
+    moments = [1000 * i.clip.time_of(i.frame_index("test/0", 0)) for i in encoded.images]
+    assert shown(encoder.decode(encoded)) == [max(k for k in range(60) if starts[k] <= moment) for moment in moments]
+
+
+def test_sound_alone_is_no_video(encoder):
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format="mp4") as container:
+            stream = container.add_stream("aac", rate=8000, layout="mono")
+            sound = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+            sound.sample_rate, sound.pts = 8000, 0
+            container.mux(stream.encode(sound))
+            container.mux(stream.encode())
+        data = Path(file.name).read_bytes()
+    assert reason(lambda: encoder.encode(video_sample(data), SPEC)) == "video_not_a_video"
+
+
+@pytest.mark.parametrize("kind", ["mp4", "matroska", "avi"])
+def test_a_video_of_no_frame_is_none(encoder, kind):
+    assert reason(lambda: encoder.encode(video_sample(clip(0, kind=kind)), SPEC)) in {
+        "video_not_a_video", "video_corrupt", "video_empty"
+    }  # fmt: skip
+
+
+def test_frames_are_counted_where_the_container_does_not_say(encoder):
+    """A recording that was never closed: Matroska as it is streamed, with neither duration nor index."""
+    encoded = encoder.encode(video_sample(clip(50, kind="matroska", live="1")), SPEC)
+    assert encoded.images[0].clip.frames == 50
+    assert shown(encoder.decode(encoded)) == [image.frame_index("test/0", 0) for image in encoded.images]
 
 
 # --- text

@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +113,7 @@ def video_of(data: Mapping) -> tuple[str, tuple[float, float] | None] | None:
     if clip is None or clip == []:
         return name, None
     numbers = clip if isinstance(clip, list) and len(clip) == 2 else ()
-    good = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n)]
+    good = [float(n) for n in numbers if type(n) in (int, float) and abs(n) <= sys.float_info.max and math.isfinite(n)]
     if len(good) != 2 or not 0 <= good[0] < good[1]:
         raise SampleError("video_clip", f"field 'clip' is {str(clip)[:60]}, not [start, end] in seconds, start < end")
     return name, (good[0], good[1])
@@ -177,10 +179,10 @@ def plan_clip(ref, clip: tuple[float, float] | None, max_pixels: int) -> Clip:
         start = float(stream.start_time * stream.time_base) if stream.start_time is not None else 0.0
     first = 0
     if clip is not None:
-        first = int(clip[0] * rate)
+        first = int(min(clip[0] * rate, frames))  # as floats: a clip may end at 1e308
         if first >= frames:
             raise SampleError("video_clip", f"{ref.name} lasts {frames / rate:.2f} s, the clip starts at {clip[0]:g} s")
-        frames = max(1, min(frames - first, int((clip[1] - clip[0]) * rate)))
+        frames = max(1, int(min(frames - first, (clip[1] - clip[0]) * rate)))
     slack = 0.0 if exact else max(2 / rate, 0.02 * (duration or 0))
     return Clip(first, frames, rate, start, slack)
 
@@ -243,9 +245,27 @@ def _timed(container, stream, clip: Clip) -> Iterator[tuple[float, float, Any]]:
 
 
 def _upright(pixels: np.ndarray, frame) -> np.ndarray:
-    """Turned as the container says: telephones store portraits sideways."""
-    turns = round((getattr(frame, "rotation", 0) or 0) / 90) % 4
-    return np.rot90(pixels, turns) if turns else pixels
+    """Turned and mirrored as the container's display matrix says: telephones store portraits sideways.
+
+    The matrix takes (x, y) of the stored picture to (a x + c y, b x + d y) of the shown one. Of an angle that is not a
+    right one the nearest right one counts.
+    """
+    matrix = _display_matrix(frame)
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    if abs(a) < abs(b):  # axes change places
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+def _display_matrix(frame) -> tuple[int, int, int, int] | None:
+    """(a, b, c, d) of a decoded frame; None where the container gives none, or one of zeros."""
+    for data in frame.side_data:
+        if data.type.name == "DISPLAYMATRIX" and len(bytes(data)) >= 36:
+            a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
+            return (a, b, c, d) if (a or b) and (c or d) else None
+    return None
 
 
 def _duration(container, stream) -> float:
