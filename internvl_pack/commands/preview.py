@@ -1,0 +1,150 @@
+"""`internvl-pack preview META --out preview.html`: the rows that training will get, on one page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
+from .validate import _boolean, _option
+
+HELP = "Show packs as training will get them: texts, tiles, boundaries and loss weights on one page."
+
+SHOWN = (
+    "max_packed_tokens",
+    "num_images_expected",
+    "loss_reduction",
+    "conv_style",
+    "dynamic_image_size",
+    "use_thumbnail",
+    "max_dynamic_patch",
+    "packing_policy",
+    "oversize",
+    "strict_mode",
+    "pad_seq_to_mult",
+    "max_seq_length",
+    "per_device_train_batch_size",
+    "ranks",
+    "rank",
+    "epoch",
+    "seed",
+    "preset_path",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("--packs", type=int, default=8, help="rows to show, from the epoch's first (default: 8)")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the page, one HTML file")
+    parser.add_argument("--json", action="store_true", help="print what was shown as one JSON object on the last line")
+    add_run_options(parser)
+    _option(
+        parser,
+        "loss_reduction",
+        str,
+        "token",
+        "a supervised token of n weighs 1, 1/n or 1/sqrt(n): token, sample, square",
+    )
+    _option(parser, "strict_mode", _boolean, False, "pad each row to the budget")
+    _option(parser, "epoch", int, 0, "whose order is shown")
+    _option(parser, "rank", int, 0, "whose rows are shown")
+    _option(parser, "preset_path", str, None, "rows of a preset that internvl-pack plan wrote")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..report.preview import collect, render
+
+    check_at_least(args, 1, "packs")
+    check_at_least(args, 0, "epoch", "rank")
+    out = _target(args.out)
+    loader, tokenizer = build(args)
+    loader.set_epoch(args.epoch)
+    preview = collect(_Followed(loader, args.packs), tokenizer, num_rows=args.packs)
+    notes = [] if args.tokenizer else [f"No --tokenizer: {STAND_IN}."]
+    page = render(preview, title=f"Packs of {args.meta}", options=shown_options(args, *SHOWN), notes=notes)
+    try:
+        out.write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"--out {args.out} cannot be written: {error.strerror}") from None
+    for note in notes:
+        print(note)
+    segments = sum(s.is_sample for row in preview.rows for s in row.segments)
+    size = out.stat().st_size
+    left = f"; {preview.pictures_left_out:,} tiles are not pictured" if preview.pictures_left_out else ""
+    print(f"{out}: {len(preview.rows)} rows with {segments:,} segments, {size / 1e6:.1f} MB{left}")
+    if preview.ended:
+        print(f"epoch {args.epoch} has no more rows")
+    if args.json:
+        result = {"out": str(out), "bytes": size, "rows": len(preview.rows), "segments": segments}
+        print(json.dumps(result | {"left": len(preview.events), "ended": preview.ended}))
+    return 0
+
+
+def _target(name: str) -> Path:
+    """Raises UserError before any work is done: a page that cannot be written."""
+    out = Path(name)
+    if out.is_dir():
+        raise UserError(f"--out {name} is a folder: give the page a name, such as {out / 'preview.html'}")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {name}: there is no folder {out.parent}")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"--out {name} cannot be written")
+    return out
+
+
+def build(args: argparse.Namespace) -> tuple[Any, Any]:
+    """(loader, tokenizer): the loader of one rank as finetune.py builds it, reading in this process.
+
+    Readers do not change which packs come or their order, see lanes.py; their number only decides the lanes.
+    """
+    from ..collate import check_loss_reduction
+    from ..dataset import PackedDataset
+    from ..loader import build_loader
+
+    check_loss_reduction(args.loss_reduction)
+    config = packing_config(args)
+    if args.rank >= args.ranks:
+        raise UserError(f"--rank {args.rank} of --ranks {args.ranks}: give one from 0 to {args.ranks - 1}")
+    specs, sources, encoder, tokenizer = open_data(args)
+    place = {"specs": specs, "rank": args.rank, "world_size": args.ranks}
+    if args.preset_path:
+        from ..preset_dataset import PresetDataset
+
+        dataset: PackedDataset = PresetDataset(args.preset_path, sources, encoder, config, **place)
+    else:
+        dataset = PackedDataset(sources, encoder, config, **place)
+        lanes = lanes_of(args, dataset.num_positions)
+        dataset = PackedDataset(sources, encoder, replace(config, num_lanes=lanes), **place)
+    packs = args.per_device_train_batch_size
+    loader = build_loader(
+        dataset,
+        packs_per_batch=packs,
+        loss_reduction=args.loss_reduction,
+        pad_to=config.max_packed_tokens * packs if args.strict_mode else None,
+        pad_seq_to_mult=args.pad_seq_to_mult,
+    )
+    return loader, tokenizer
+
+
+class _Followed:
+    """The loader, with a bar that shows its rows where a terminal watches and it takes long."""
+
+    def __init__(self, loader: Any, num_rows: int) -> None:
+        self._loader, self._num_rows = loader, num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        from tqdm import tqdm
+
+        with tqdm(total=self._num_rows, unit=" rows", desc="packing", disable=None, delay=2) as bar:
+            for batch in self._loader:
+                yield batch
+                bar.update(1)
