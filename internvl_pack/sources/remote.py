@@ -240,22 +240,30 @@ class FsspecStore:
             raise
         except FileNotFoundError:
             raise RemoteError(self.address, "there is no such file", gone=True) from None
+        except IsADirectoryError:
+            raise RemoteError(self.address, "it is a folder") from None
         except PermissionError as error:
             raise RemoteError(self.address, f"permission denied: {_short(error)}") from None
         except Exception as error:  # each store raises its own
             raise _TryAgainError(_short(error)) from None
 
+    def _info(self, filesystem: Any, path: str) -> dict[str, Any]:
+        info = filesystem.info(path)
+        if info.get("type") == "directory":
+            raise RemoteError(self.address, "it is a folder")
+        return info
+
     def version(self) -> Version:
         filesystem, path = self._filesystem()
         with self._failures():
-            info = filesystem.info(path)
+            info = self._info(filesystem, path)
             marks = {k: str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if k in info}
             return Version(size=info.get("size"), **marks)
 
     def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
         filesystem, path = self._filesystem()
         with self._failures():
-            size = filesystem.size(path)
+            size = self._info(filesystem, path).get("size")
             end = stop if size is None or (stop is not None and stop < size) else size
             if end is None:
                 yield filesystem.cat_file(path, start=start)
