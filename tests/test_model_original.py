@@ -388,7 +388,7 @@ def sentences(demo_dir):
 
 
 @pytest.mark.parametrize("dummy_prefix", [True, False])
-def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_prefix, sentences, tmp_path):
+def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_prefix, sentences, tmp_path, caplog):
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
@@ -422,6 +422,7 @@ def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_pr
     (tmp_path / "tokenization_internlm2.py").write_text("raise AssertionError\n", encoding="utf-8")
     rebuilt = load_tokenizer(tmp_path)
     assert rebuilt.context_image_token_id == size + 2 and len(rebuilt) == size + 3
+    assert ("puts a space before every text" in caplog.text) == dummy_prefix
     rng = random.Random(0)
     typed = "abc def  \n\t你好世界é€😀123.,;"
     for number in range(400):

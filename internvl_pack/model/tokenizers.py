@@ -7,12 +7,15 @@ encoding with byte fallback, the added tokens at their ids. What the file asks f
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
+
+logger = logging.getLogger(__name__)
 
 #: The names by which processors of the native InternVL ask a tokenizer for its image tokens.
 IMAGE_NAMES = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
@@ -189,6 +192,12 @@ def _internlm2(folder: Path) -> Any:
         raise UserError(
             f"{path}: only byte-pair models with byte fallback and identity normalisation are rebuilt: "
             "save the tokenizer as tokenizer.json"
+        )
+    if model.add_dummy_prefix:
+        logger.warning(
+            "%s puts a space before every text: the first token of an answer has one, which InternVL, that encodes "
+            "answers together with their headers, has not",
+            path,
         )
     settings = _settings(folder)
     added = _added_tokens(folder, settings)
