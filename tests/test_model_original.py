@@ -146,6 +146,32 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(tokenizer, tmp_path):
         build(folder, tokenizer)
 
 
+def test_a_vision_tower_of_either_original_joins_a_language_model(tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from internvl_pack.tiny import tiny_text_config
+
+    config = chat_config(tokenizer, "qwen2", VISION_6B)
+    state = chat_weights(config)
+    whole = write_chat_checkpoint(tmp_path / "whole", config, state, tokenizer)
+    tower = {n.removeprefix("vision_model."): t for n, t in state.items() if n.startswith("vision_model.")}
+    alone = write_chat_checkpoint(tmp_path / "alone", config["vision_config"], tower, tokenizer)
+    AutoModelForCausalLM.from_config(tiny_text_config("qwen2", vocab_size=len(tokenizer))).save_pretrained(
+        tmp_path / "llm"
+    )
+    expected = build(whole, tokenizer).vision_modules[0].state_dict()
+    for folder in (whole, alone):
+        packed = build(None, tokenizer, vision_path=folder, llm_path=tmp_path / "llm")
+        found = packed.vision_modules[0].state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    save_original(tmp_path / "joined", packed.config, packed.model.state_dict())
+    again = build(tmp_path / "joined", tokenizer)
+    assert all(torch.equal(a, b) for a, b in zip(packed.parameters(), again.parameters(), strict=True))
+    write_chat_checkpoint(alone, config["vision_config"], {k: t for k, t in tower.items() if "ls1" not in k}, tokenizer)
+    with pytest.raises(UserError, match=r"--vision_path .* are missing: vision_model.encoder.layers.0.ls1"):
+        build(None, tokenizer, vision_path=alone, llm_path=tmp_path / "llm")
+
+
 def test_weights_that_are_missing_unknown_or_of_another_shape_are_named(tokenizer, tmp_path):
     config = chat_config(tokenizer)
     state = chat_weights(config)

@@ -19,8 +19,8 @@ from .compiled import compile_blocks, is_zero3
 from .drop_path import add_drop_path
 from .head import DEFAULT_CHUNK_TOKENS
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
-from .original import MODEL_TYPE
-from .original_files import load_original, local_folder
+from .original import MODEL_TYPE, VISION_TYPE
+from .original_files import load_original, load_original_vision, local_folder
 from .packed import PackedModel
 from .tokenizers import image_token_id
 
@@ -138,8 +138,13 @@ def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_r
     elif kind == "internvl":
         whole = _from_pretrained(InternVLForConditionalGeneration, vision_path, "vision_path", "sdpa", dtype)
         vision = whole.model.vision_tower
+    elif kind in (VISION_TYPE, MODEL_TYPE):
+        try:
+            vision = load_original_vision(local_folder(vision_path), dtype, "sdpa")
+        except UserError as error:
+            raise UserError(f"--vision_path {error}") from error
     else:
-        raise UserError(f"--vision_path {vision_path}: {kind!r} is no native InternVL vision tower (internvl_vision)")
+        raise UserError(f"--vision_path {vision_path}: {kind!r} is no vision tower of InternVL")
     language = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
     if len(tokenizer) > language.config.vocab_size:
         language.resize_token_embeddings(len(tokenizer))

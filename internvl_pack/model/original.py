@@ -27,6 +27,7 @@ from ..errors import UserError
 
 MODEL_TYPE = "internvl_chat"
 ARCHITECTURE = "InternVLChatModel"
+VISION_TYPE = "intern_vit_6b"  # model_type of InternVisionModel, the 300M tower's too
 PROVENANCE = "internvl_chat"  # attribute of a native config: what its original config said
 
 #: Language models of InternVLChatModel (`llm_config.architectures`) and the native family of each.
@@ -100,14 +101,18 @@ def _refuse_what_differs(original: Mapping[str, Any]) -> None:
     positions = original.get("rope_pos_id_version") or llm.get("rope_pos_id_version") or "default"
     if positions != "default":  # V2PE: the tokens of an image share less than a position each
         raise UserError(f"config.json: rope_pos_id_version is {positions!r}: positions here count every token")
-    if (kind := vision.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
-        raise UserError(f"config.json: vision_config.model_type is {kind!r}, only intern_vit_6b is known")
     size, forced = vision.get("image_size", 224), original.get("force_image_size")
     if forced is not None and forced != size:
         raise UserError(
             f"config.json: force_image_size is {forced} and vision_config.image_size {size}: the native model does not "
             "resize its position embeddings on the way, save them resized first"
         )
+    _refuse_vision(vision)
+
+
+def _refuse_vision(vision: Mapping[str, Any]) -> None:
+    if (kind := vision.get("model_type", VISION_TYPE)) != VISION_TYPE:
+        raise UserError(f"config.json: vision_config.model_type is {kind!r}, only {VISION_TYPE} is known")
     if vision.get("norm_type", "rms_norm") not in ("rms_norm", "layer_norm"):
         raise UserError(f"config.json: vision_config.norm_type is {vision['norm_type']!r}, not rms_norm or layer_norm")
     if vision.get("qk_normalization", True) and vision.get("layer_norm_eps", 1e-6) != VISION_RMS_EPS:
@@ -115,6 +120,21 @@ def _refuse_what_differs(original: Mapping[str, Any]) -> None:
             f"config.json: vision_config.layer_norm_eps is {vision['layer_norm_eps']} with qk_normalization: "
             f"the native tower normalises q and k with {VISION_RMS_EPS}"
         )
+
+
+def native_vision_config(vision: Mapping[str, Any]) -> Any:
+    """The `InternVLVisionConfig` of an original tower's config.
+
+    Raises:
+        UserError: as `native_config`.
+    """
+    from transformers import InternVLVisionConfig
+
+    _refuse_vision(vision)
+    try:
+        return InternVLVisionConfig(**_native_vision(vision))
+    except Exception as error:  # validators of configs have exceptions of their own
+        raise UserError(f"config.json: {' '.join(str(error).split())}") from error
 
 
 def _native_vision(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +271,7 @@ def _made_from_native(config: Any) -> dict[str, Any]:
         "use_thumbnail": True,
         "vision_config": {
             "architectures": ["InternVisionModel"],
-            "model_type": "intern_vit_6b",
+            "model_type": VISION_TYPE,
             "hidden_size": vision.hidden_size,
             "intermediate_size": vision.intermediate_size,
             "num_hidden_layers": vision.num_hidden_layers,
@@ -384,16 +404,17 @@ class Weight(NamedTuple):
         return parts[0] if self.groups is None else self.groups.join(parts)
 
 
-def weights(names: Iterable[str], config: Any) -> dict[str, Weight]:
+def weights(names: Iterable[str], config: Any = None) -> dict[str, Weight]:
     """What an original checkpoint holds, by its own names.
 
     Args:
         names: all published native names of the model.
-        config: its native config.
+        config: its native config; not needed for a vision tower alone.
     """
-    internlm2 = is_internlm2(config)
-    text = config.get_text_config()
-    wqkv = Groups(text.num_key_value_heads, text.num_attention_heads // text.num_key_value_heads)
+    internlm2 = config is not None and is_internlm2(config)
+    if internlm2:
+        text = config.get_text_config()
+        wqkv = Groups(text.num_key_value_heads, text.num_attention_heads // text.num_key_value_heads)
     out: dict[str, Weight] = {}
     for name in names:
         part, _, rest = name.partition(".")

@@ -80,33 +80,76 @@ def load_original(
         UserError: what the native model cannot compute, or weights that are missing, unknown or of another shape.
     """
     from transformers import InternVLForConditionalGeneration
-    from transformers.integrations import is_deepspeed_zero3_enabled
 
     config = _native_config(folder, image_token_id)
     stored = LazyWeights(folder)
     plan = _check_weights(folder, stored, config)
     _remember_tied_head(stored, plan, config, folder)
-    if is_deepspeed_zero3_enabled():
-        state = _state_for_zero3(stored, plan)
-    else:
-        state = {
-            native: _Piece(stored, name, weight, native, dtype)
-            for name, weight in plan.items()
-            for native in weight.native
-        }
-    model, info = InternVLForConditionalGeneration.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        output_loading_info=True,
-    )
+    model = _filled(InternVLForConditionalGeneration, config, _state(stored, plan, dtype), dtype, attn_implementation)
     _take_generation_config(model, folder)
+    return model
+
+
+def load_original_vision(folder: str | Path, dtype: torch.dtype, attn_implementation: Any = None) -> nn.Module:
+    """A native vision tower with the weights of an `InternVisionModel`, or of that within an `InternVLChatModel`.
+
+    Raises:
+        UserError: as `load_original`.
+    """
+    from transformers import InternVLVisionModel
+
+    content, whole = read_config(folder), LazyWeights(folder)
+    prefix = "" if content.get("model_type") == original.VISION_TYPE else "vision_model."
+    try:
+        config = original.native_vision_config(content.get("vision_config", {}) if prefix else content)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    stored = _Named(whole, {name: name for name in whole if name.startswith(prefix)})
+    if not prefix:
+        stored = _Named(whole, {f"vision_model.{name}": name for name in whole})
+    with _without_zero3(), torch.device("meta"):
+        shapes = {f"vision_tower.{name}": t for name, t in InternVLVisionModel(config).state_dict().items()}
+    plan = original.weights(shapes)
+    _check_plan(folder, stored, plan, shapes)
+    state = {name.removeprefix("vision_tower."): t for name, t in _state(stored, plan, dtype).items()}
+    return _filled(InternVLVisionModel, config, state, dtype, attn_implementation)
+
+
+class _Named(Mapping[str, torch.Tensor]):
+    """Stored weights under other names."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+        self._stored, self._names = stored, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._stored[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _filled(model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype, attention: Any) -> nn.Module:
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
     wrong = {key: info[key] for key in ("unexpected_keys", "mismatched_keys", "error_msgs") if info.get(key)}
     wrong |= {"missing_keys": left} if (left := set(info["missing_keys"]) - {"lm_head.weight"}) else {}
     assert not wrong, f"the native model did not take what was made for it: {wrong}"
     return model
+
+
+def _state(stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` takes as state dict."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        return _state_for_zero3(stored, plan)
+    return {
+        native: _Piece(stored, name, weight, native, dtype) for name, weight in plan.items() for native in weight.native
+    }
 
 
 def _take_generation_config(model: nn.Module, folder: str | Path) -> None:
@@ -128,7 +171,9 @@ def _take_generation_config(model: nn.Module, folder: str | Path) -> None:
 class _Piece:
     """A native tensor that is cut from its file when it is indexed, as safetensors' own slices are."""
 
-    def __init__(self, stored: LazyWeights, name: str, weight: Weight, native: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stored: Mapping[str, torch.Tensor], name: str, weight: Weight, native: str, dtype: torch.dtype
+    ) -> None:
         self._make = lambda: weight.split(stored[name])[native]
         self._is_view = weight.groups is None or weight.groups.count == 1
         self._dtype = dtype
@@ -139,7 +184,7 @@ class _Piece:
         return tensor.clone() if self._is_view and tensor.dtype == self._dtype else tensor
 
 
-def _state_for_zero3(stored: LazyWeights, plan: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+def _state_for_zero3(stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
     """Rank 0 gives the values (mapped from the files), the others names and shapes."""
     import torch.distributed as dist
 
@@ -191,6 +236,16 @@ def _check_weights(folder: str | Path, stored: Mapping[str, torch.Tensor], confi
     head = next(name for name, weight in plan.items() if weight.native == (_HEAD,))
     if tied and head not in stored:
         del plan[head]
+    _check_plan(folder, stored, plan, shapes)
+    return plan
+
+
+def _check_plan(
+    folder: str | Path,
+    stored: Mapping[str, torch.Tensor],
+    plan: Mapping[str, Weight],
+    shapes: Mapping[str, torch.Tensor],
+) -> None:
     if missing := [name for name in plan if name not in stored]:
         raise UserError(f"{folder}: weights that its config.json asks for are missing: {named(missing)}")
     if unknown := [name for name in stored if name not in plan]:
@@ -199,7 +254,6 @@ def _check_weights(folder: str | Path, stored: Mapping[str, torch.Tensor], confi
         expected, found = tuple(weight.join(shapes).shape), tuple(stored[name].shape)
         if found != expected:
             raise UserError(f"{folder}: {name} is {found}, its config.json makes it {expected}")
-    return plan
 
 
 def _remember_tied_head(
