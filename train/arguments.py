@@ -396,8 +396,22 @@ class PackTrainingArguments(TrainingArguments):
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise UserError(" ".join(str(error).split())) from error
+        self._check_reports()
         if self.deepspeed and self.use_cpu:
             join_deepspeed_on_cpu()
+
+    def _check_reports(self) -> None:
+        """Where to report to, while nothing has been loaded."""
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        for name in self.report_to:
+            try:
+                INTEGRATION_TO_CALLBACK[name]()
+            except KeyError:
+                known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+                raise UserError(f"--report_to {name} is unknown: use none or one of {known}") from None
+            except (RuntimeError, ImportError) as error:
+                raise UserError(f"--report_to {name}: it is not installed: pip install {name}, or use none") from error
 
     def _check_accelerator(self) -> None:
         """Batches reach each rank from its own lanes: accelerate must neither split nor dispatch them."""

@@ -23,10 +23,8 @@ class Epochs(TrainerCallback):
         self.begun += 1
 
     def ledger(self, trainer: Any) -> Ledger:
-        """All epochs and ranks of this process's run; all ranks call it together."""
-        total = Ledger()
-        for ledger in trainer.epoch_ledgers:
-            total = total.merged(ledger)
+        """All epochs and ranks of the run; all ranks call it together."""
+        total = trainer.ended_ledger()
         if self.begun <= len(trainer.epoch_ledgers):
             return total
         parts = [trainer.loader.ledger.state_dict()]

@@ -100,7 +100,7 @@ class Run:
             trainer.evaluate()
         trainer.save_model()
         trainer.save_state()
-        if not trainer.metrics.total:
+        if not trainer.metrics.here:
             logger.info("nothing was left to train; the summary of the run that ended stays as it is")
         elif is_main_process():
             figures = summary.summarise(trainer, ledger, zero_stage=self.zero_stage, attn_kernel=self.attn_kernel)
@@ -124,6 +124,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.kernels import select_kernel
     from train import progress
     from train.callbacks import Epochs, IsolationCheck
+    from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.sample_log import SampleLog
     from train.saving import Saving, chat_style
@@ -168,6 +169,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     epochs = Epochs()
     trainer.add_callback(quarantine)
     trainer.add_callback(epochs)
+    trainer.add_callback(FirstPacks(trainer))
     if args.log_sample_ids:
         trainer.add_callback(SampleLog(trainer, args.output_dir))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):

@@ -48,7 +48,7 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
         "dtype": "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "float32",
         "attn_kernel": attn_kernel,
         "steps": trainer.state.global_step,
-        "epochs": len(trainer.epoch_ledgers),
+        "epochs": trainer.earlier_epochs + len(trainer.epoch_ledgers),
         "max_packed_tokens": max_tokens,
         "num_images_expected": max_tiles,
         "packs": int(packs),

@@ -38,6 +38,7 @@ from internvl_pack.report.ledger import Ledger
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
+from .forecast import Packing, foresee
 from .interruption import StopRequest
 from .sample_log import batch_ids
 from .saving import Saving
@@ -77,7 +78,8 @@ class PackTrainer(Trainer):
 
     Attributes:
         stopped_by: what made the run save and stop before its end (interruption.py), or nothing.
-        earlier: books of the run that a checkpoint was saved in: figures of its steps, ledger of its whole epochs.
+        forecast: what packs of an epoch are expected to hold; None where samples are not packed.
+        earlier_ledger, earlier_epochs: of the epochs that had ended before the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class PackTrainer(Trainer):
         self.metrics = StepMetrics(loader, model, args.device)
         self.epoch_plan: EpochPlan | None = None
         self.epoch_ledgers: list[Ledger] = []
+        self.forecast: Packing | None = None
+        self.earlier_ledger, self.earlier_epochs = Ledger(), 0
         self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
         self.stop_request = StopRequest(args.output_dir, loader.packed_dataset.rank)
         self.stopped_by = ""
@@ -128,9 +132,11 @@ class PackTrainer(Trainer):
         if args.max_steps > 0:
             num_epochs, total = sys.maxsize, args.max_steps
             per_epoch = total
+            self._look_ahead(None)
         else:
             num_epochs = math.ceil(args.num_train_epochs)
-            self.epoch_plan = self._shared_plan(num_epochs)
+            self._look_ahead(num_epochs)
+            assert self.epoch_plan is not None
             total = max(1, self.epoch_plan.steps(self.packs_per_step))
             per_epoch = max(1, total // max(1, num_epochs))
             if num_epochs != args.num_train_epochs:  # a part of the last epoch: a number of steps it is
@@ -148,15 +154,32 @@ class PackTrainer(Trainer):
         # The epoch ends when all ranks agree (get_batch_samples), so the loop itself has no limit.
         return num_epochs, sys.maxsize, num_samples, num_samples, self.packs_per_step, batches, total
 
-    def _shared_plan(self, num_epochs: int) -> EpochPlan:
-        """Rank 0 counts, the others hear."""
-        plans: list[EpochPlan | None] = [None]
+    def _look_ahead(self, num_epochs: int | None) -> None:
+        """Plan the epochs (None: steps are given) and foresee what packs will hold: the first rank, the others hear."""
+        found: list[Any] = [None, None]
         if self._rank == 0:
-            plans[0] = plan_epochs(self.loader.packed_dataset, num_epochs)
+            dataset = self.loader.packed_dataset
+            plan = None
+            if num_epochs is not None or dataset.packs_are_counted:
+                plan = plan_epochs(dataset, num_epochs or 1)
+            found = [plan, foresee(self.loader, plan)]
         if self._world_size > 1:
-            dist.broadcast_object_list(plans, src=0, group=self._cpu_group())
-        assert plans[0] is not None
-        return plans[0]
+            dist.broadcast_object_list(found, src=0, group=self._cpu_group())
+        plan, self.forecast = found
+        self.epoch_plan = plan if num_epochs is not None else None
+        if self.forecast is not None:
+            steps = math.ceil(self.turns_of(0) / self.packs_per_step)
+            logger.warning(self.forecast.line(steps, self.packs_per_step))
+            if (trouble := self.forecast.trouble()) is not None:
+                logger.warning(trouble)
+
+    def turns_of(self, epoch: int) -> int:
+        """Global packs of an epoch, as counted or expected."""
+        if self.epoch_plan is not None:
+            return max(1, self.epoch_plan.turns[min(epoch, len(self.epoch_plan.turns) - 1)])
+        if self.forecast is not None:
+            return max(1, math.ceil(self.forecast.packs))
+        return self.loader.packed_dataset.num_positions  # one sample a row
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -285,11 +308,18 @@ class PackTrainer(Trainer):
         batches = iter(self.eval_loader)
         with torch.no_grad():
             while True:
-                batch = next(batches, None)
-                more = torch.tensor([float(batch is not None)])
+                batch, error = None, None
+                try:
+                    batch = next(batches, None)
+                except Exception as problem:
+                    error = problem
+                flags = torch.tensor([batch is not None, error is not None], dtype=torch.int64)
                 if self._world_size > 1:  # sharded weights need every rank in every forward
-                    dist.all_reduce(more, group=self._cpu_group())
-                if not more.item():
+                    dist.all_reduce(flags, group=self._cpu_group())
+                more, failed = flags.tolist()
+                if failed:
+                    self._fail_together(error)
+                if not more:
                     break
                 batch = batch if batch is not None else self.eval_loader.filler_batch()
                 with self.compute_loss_context_manager():
@@ -328,7 +358,22 @@ class PackTrainer(Trainer):
             dist.all_gather_object(states, self.loader.state_dict(), group=self._cpu_group())
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            write_json(folder / PACKING_STATE, merge_states(states) | {"world_size": self._world_size})
+            more = {
+                "world_size": self._world_size,
+                "ended": self._books_of_ended_epochs(),
+                "totals": self.metrics.total,
+            }
+            write_json(folder / PACKING_STATE, merge_states(states) | more)
+
+    def _books_of_ended_epochs(self) -> dict[str, Any]:
+        return {"epochs": self.earlier_epochs + len(self.epoch_ledgers), "ledger": self.ended_ledger().state_dict()}
+
+    def ended_ledger(self) -> Ledger:
+        """All epochs of the run that have ended, those before a resume included."""
+        total = self.earlier_ledger
+        for ledger in self.epoch_ledgers:
+            total = total.merged(ledger)
+        return total
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if resume_from_checkpoint and self.is_deepspeed_enabled:
@@ -350,6 +395,10 @@ class PackTrainer(Trainer):
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
+        if "ended" in state:
+            self.earlier_epochs = state["ended"]["epochs"]
+            self.earlier_ledger.load_state_dict(state["ended"]["ledger"])
+        self.metrics.total = dict(state.get("totals", {}))
         return self.loader.epoch, 0
 
     # -- ranks -----------------------------------------------------------------------------------------
@@ -414,10 +463,10 @@ class _EpochControl(TrainerCallback):
 
     def _set_epoch_and_end(self, args: Any, state: Any, control: Any) -> None:
         trainer = self.trainer
+        loader = trainer.loader
+        state.epoch = loader.epoch + min(1.0, loader.global_packs / trainer.turns_of(loader.epoch))
         if trainer.epoch_plan is None:
             return
-        loader, turns = trainer.loader, trainer.epoch_plan.turns
-        state.epoch = loader.epoch + min(1.0, loader.global_packs / max(1, turns[min(loader.epoch, len(turns) - 1)]))
         if state.global_step >= state.max_steps and float(args.num_train_epochs).is_integer():
             control.should_training_stop = False
             state.max_steps = state.global_step + 1
@@ -447,7 +496,8 @@ class StepMetrics:
         self._sums: dict[str, float] = {}
         self._steps = 0
         self._started = time.perf_counter()
-        self.total: dict[str, float] = {}
+        self.total: dict[str, float] = {}  # of the whole run
+        self.here: dict[str, float] = {}  # of this process: since the run began or went on
         self.step_times: list[tuple[float, float]] = []  # (end of step in s, real tokens of the step)
 
     def capacity(self, batches: list[dict[str, Any]]) -> float:
@@ -467,8 +517,8 @@ class StepMetrics:
         for key, value in self._now.items():
             self._sums[key] = self._sums.get(key, 0.0) + value
             self.total[key] = self.total.get(key, 0.0) + value
+            self.here[key] = self.here.get(key, 0.0) + value
         self._steps += 1
-        self.total["steps"] = self.total.get("steps", 0.0) + 1
         self.step_times.append((time.perf_counter(), self._now["num_real_tokens"]))
 
     def since_last_log(self) -> dict[str, float]:
@@ -479,6 +529,7 @@ class StepMetrics:
         self._sums, self._steps, self._started = {}, 0, time.perf_counter()
         tile_capacity = sums["num_packs"] * self._max_tiles
         logs = {
+            "tokens_per_s": sums["num_real_tokens"] / elapsed,
             "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._ranks,
             "samples_per_s": sums["num_samples"] / elapsed,
             "tiles_per_s": sums["num_tiles"] / elapsed,

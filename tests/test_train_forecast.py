@@ -1,0 +1,188 @@
+"""What packing is said to do before the first step, what is logged while it does it, books that outlive a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from factory import TINY, write_jsonl
+
+from internvl_pack.config import PackingConfig
+from internvl_pack.dataset import PackedDataset
+from internvl_pack.plan import plan_epochs
+from train import finetune
+from train.forecast import Packing, forecast
+
+COUNT = 60
+FULL = {"packs": 100, "samples": 1200, "tokens": 100 * 16000, "tiles": 3000, "budget": (16384, 48), "lanes": 4}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer) -> Path:
+    from internvl_pack.tiny import save_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("forecast")
+    write_jsonl(folder, COUNT)
+    save_tiny_checkpoint(folder / "model", tokenizer)
+    return folder
+
+
+@pytest.fixture
+def train(made, monkeypatch):
+    saved = os.environ.copy()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+    def call(out: Path, *options: str) -> int:
+        argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json"), "--output_dir"]
+        argv += [str(out), "--force_image_size", "56", "--max_packed_tokens", "512", "--num_images_expected", "16"]
+        argv += ["--use_packed_ds", "True", "--use_cpu", "True", "--grad_checkpoint", "False", "--warmup_steps", "0"]
+        return finetune.main([*argv, "--check_isolation", "False", *options])
+
+    yield call
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+# --- the forecast ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_the_forecast_is_what_the_epoch_holds(made, tokenizer, lanes):
+    config = PackingConfig(max_packed_tokens=512, num_images_expected=16, num_lanes=lanes)
+    dataset = PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=TINY, rank=0, world_size=1)
+    counted = forecast(dataset, plan_epochs(dataset, 1))
+    rows = list(dataset)
+    assert counted.exact and counted.packs == len(rows)
+    assert counted.samples == sum(len(row.segments) for row in rows) == COUNT
+    assert counted.tokens == sum(len(s.input_ids) for row in rows for s in row.segments)
+    assert counted.tiles == sum(len(s.tiles) for row in rows for s in row.segments)
+    estimated = forecast(dataset, None)
+    assert not estimated.exact
+    assert estimated.packs == pytest.approx(counted.packs, rel=0.12)
+
+
+TROUBLES = [
+    ({}, None),
+    ({"tiles": 4700, "tokens": 100 * 9000, "samples": 470}, "tiles fill rows first (10.0 in a sample of 1,915 tokens)"),
+    ({"tiles": 4700, "tokens": 100 * 9000, "samples": 470}, "--num_images_expected from 48 to about 86"),
+    (
+        {"samples": 110, "tokens": 100 * 10000, "tiles": 300},
+        "samples have 9,091 of a row's 16,384 tokens: raise --max_packed_tokens",
+    ),
+    ({"samples": 130, "tokens": 100 * 14000}, "1.3 samples a pack, token fill 85%"),
+    ({"packs": 20, "lanes": 16, "samples": 90, "tokens": 20 * 9000, "tiles": 100}, "each of 16 lanes ends the epoch"),
+    ({"tokens": 100 * 12000, "policy": "next_fit"}, "next_fit ends a row"),
+    ({"tokens": 100 * 12000}, "few samples fit what is left of a row"),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), TROUBLES)
+def test_packing_that_does_little_is_told_with_its_reason_and_what_to_change(changes, expected):
+    trouble = Packing(**{**FULL, **changes}).trouble()
+    if expected is None:
+        assert trouble is None
+    else:
+        assert trouble is not None and expected in trouble and "\n" not in trouble
+
+
+def test_one_line_says_what_packing_will_do():
+    line = Packing(**FULL, exact=True).line(steps=25, packs_per_step=4)
+    assert line == (
+        "packing: rows of 16,384 tokens and 48 tiles, 4 lanes; counted: 100 packs and 25 steps an epoch of 4 packs, "
+        "12.0 samples a pack, token fill 97.7%, tile fill 62.5%"
+    )
+
+
+def test_a_run_tells_its_packing_and_its_trouble(train, tmp_path, capsys):
+    options = ("--max_steps", "1", "--save_strategy", "no", "--max_packed_tokens", "2048", "--num_images_expected", "2")
+    assert train(tmp_path, *options) == 0
+    told = capsys.readouterr().err
+    (line,) = [line for line in told.splitlines() if line.startswith("packing: rows of 2,048 tokens and 2 tiles")]
+    assert "estimated" in line
+    assert "packing does little" in told and "raise --num_images_expected from 2" in told
+
+
+def test_packs_that_are_not_as_foretold_are_told(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("train.forecast.FIRST_PACKS", 4)
+    right = ("--max_steps", "6", "--save_strategy", "no")
+    assert train(tmp_path, *right) == 0
+    assert "were told" not in capsys.readouterr().err
+    monkeypatch.setattr("train.trainer.foresee", lambda loader, plan: Packing(**{**FULL, "budget": (512, 16)}))
+    assert train(tmp_path, *right) == 0
+    assert "packing: the first 4 packs hold" in capsys.readouterr().err
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_every_metric_reaches_tensorboard_by_name(train, tmp_path, monkeypatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    assert train(tmp_path, "--max_steps", "3", "--save_strategy", "no", "--report_to", "tensorboard") == 0
+    board = event_accumulator.EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    names = "loss grad_norm learning_rate epoch tokens_per_s tokens_per_s_per_gpu samples_per_s tiles_per_s token_fill "
+    names += "tile_fill samples_per_pack data_wait rank_balance tflops_per_s_per_gpu"
+    assert {f"train/{name}" for name in names.split()} <= set(board.Tags()["scalars"])
+    logged = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    for name in ("token_fill", "samples_per_pack"):
+        assert [e.value for e in board.Scalars(f"train/{name}")] == pytest.approx(
+            [e[name] for e in logged if name in e]
+        )
+
+
+def test_the_epoch_of_a_repeating_run_only_grows(train, tmp_path):
+    steps = ("--save_steps", "7", "--lr_scheduler_type", "constant", "--resume_from_checkpoint", "auto")
+    assert train(tmp_path, "--max_steps", "7", *steps) == 0
+    assert train(tmp_path, "--max_steps", "60", *steps) == 0
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    epochs = [entry["epoch"] for entry in state["log_history"] if "loss" in entry]
+    assert len(epochs) == 60 and epochs == sorted(epochs)
+    assert epochs[-1] > 1.5, "the data is repeated"
+    assert 0 < epochs[0] < 0.2
+
+
+# --- books after a resume -------------------------------------------------------------------------
+
+
+def test_the_summary_of_a_run_that_went_on_is_that_of_the_whole_run(train, tmp_path):
+    epochs = ("--num_train_epochs", "2")
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    assert train(whole, *epochs, "--save_strategy", "no") == 0
+    books = json.loads((whole / "train_summary.json").read_text())
+    assert (books["epochs"], books["samples_packed"]) == (2, 2 * COUNT)
+    steps = str(books["steps"] - 2)
+    assert train(halted, "--max_steps", steps, "--save_steps", steps) == 0
+    assert train(halted, *epochs, "--save_strategy", "no", "--resume_from_checkpoint", "auto") == 0
+    again = json.loads((halted / "train_summary.json").read_text())
+    for run in (books, again):
+        for measured in ("tokens_per_s", "loss_first", "loss_last"):  # schedules of learning rates differ
+            del run[measured]
+    assert again == books
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def test_a_place_to_report_to_that_is_not_there_is_one_line(train, tmp_path, capsys):
+    for name, message in (("nowhere", "--report_to nowhere is unknown"), ("comet_ml", "comet_ml: it is not installed")):
+        assert train(tmp_path, "--max_steps", "1", "--report_to", name) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_failure_in_one_ranks_held_out_data_ends_the_run_with_its_message(train, made, tmp_path, monkeypatch):
+    from internvl_pack.dataset import PackedDataset
+
+    def broken(self, lanes, epoch, states):
+        if self.config.shuffle:
+            yield from read(self, lanes, epoch, states)
+        raise OSError("the disk is gone")
+
+    read = PackedDataset.read_lanes
+    monkeypatch.setattr(PackedDataset, "read_lanes", broken)
+    options = ("--max_steps", "1", "--save_strategy", "no", "--do_eval", "True")
+    with pytest.raises(RuntimeError, match="rank 0 cannot read its data: OSError: the disk is gone"):
+        train(tmp_path, *options, "--eval_meta_path", str(made / "meta.json"))
