@@ -28,7 +28,7 @@ MIN_TEXT = 300
 MAX_SEGMENTS = 4000
 """Segments whose text is shown; later rows are shown by their bars and figures."""
 MAX_EVENTS = 200
-MAX_NAME = 200
+MAX_NAME = 100
 OPEN_SEGMENTS = 12  # of the first row
 _JPEG_QUALITY = 68
 
@@ -117,8 +117,8 @@ class _Room:
     """What still fits on the page."""
 
     tile_pixels: int
-    pictures: int = MAX_PICTURE_BYTES
-    segments: int = MAX_SEGMENTS
+    pictures: int = field(default_factory=lambda: MAX_PICTURE_BYTES)
+    segments: int = field(default_factory=lambda: MAX_SEGMENTS)
     left_out: int = field(default=0)
 
     def thumbnail(self, tile: np.ndarray) -> bytes | None:
@@ -408,8 +408,10 @@ def _bar(row: RowView, number: int, budget: int) -> str:
         pad = f'<i class="in-pad" style="width:{s.pad / (s.num_tokens + s.pad):.2%}"></i>' if s.pad else ""
         target = f"r{number}s{i}" if detailed else f"r{number}"
         label = (str(i + 1) if s.is_sample else "pad") if width > 2.2 else ""
+        narrow = " narrow" if width < 9 else ""
+        place = f"left:{s.start / whole:.4%};width:{width:.4f}%"
         cells.append(
-            f'<a class="seg {_colour(s, i)}" style="left:{s.start / whole:.4%};width:{width:.4f}%" href="#{target}" '
+            f'<a class="seg {_colour(s, i)}{narrow}" style="{place}" href="#{target}" '
             f'data-tip="tip{number}" title="{text(_tip(s, i))}" aria-label="{text(_tip(s, i))}">{label}{pad}</a>'
         )
     free = whole - row.num_tokens
@@ -449,7 +451,8 @@ def _tip(s: SegmentView, place: int) -> str:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+    """A long name without its middle: what tells samples apart stands at its end."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}…{name[-MAX_NAME // 2 :]}"
 
 
 def _images(s: SegmentView) -> str:
@@ -467,7 +470,7 @@ def _borders(row: RowView, number: int) -> str:
         rows.append(
             [
                 f"{i + 1}",
-                (f'<td class="left">{text(_cut(s.sample_id))}</td>',),
+                (f'<td class="left id">{text(_cut(s.sample_id))}</td>',),
                 f"{s.fragment[0] + 1} of {s.fragment[1]}" if s.fragment[1] > 1 else "",
                 f"{s.start:,}",
                 f"{s.stop:,}",
