@@ -104,7 +104,9 @@ class Saving:
 
     def _original_folder(self) -> Path | None:
         """Where the extra files of an original checkpoint come from."""
-        return local_folder(self.source) if original.is_original(_config_of(self.source)) else None
+        if self.source is None or not original.is_original(_config_of(self.source)):
+            return None
+        return local_folder(self.source)
 
 
 def _config_of(source: str | None) -> dict[str, Any]:

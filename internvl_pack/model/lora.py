@@ -47,7 +47,7 @@ def add_lora(module: nn.Module, rank: int, targets: tuple[str, ...], option: str
     inject_adapter_in_model(config, module, adapter_name=_NAME)
 
 
-def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+def lora_layers(model: nn.Module) -> dict[str, Any]:
     """The layers with LoRA, by path."""
     return {
         path: layer

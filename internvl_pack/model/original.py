@@ -64,7 +64,7 @@ def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
     vision, text = _native_vision(original["vision_config"]), _native_text(original["llm_config"])
     ratio = float(original.get("downsample_ratio", 0.5))
     try:
-        return InternVLConfig(
+        config = InternVLConfig(
             vision_config=vision,
             text_config=text,
             image_token_id=image_token_id,
@@ -73,11 +73,12 @@ def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
             vision_feature_layer=original.get("select_layer", -1),
             tie_word_embeddings=text.tie_word_embeddings,
             architectures=["InternVLForConditionalGeneration"],
-            # As text: transformers rewrites dictionaries within a config when it saves and loads.
-            **{PROVENANCE: {"config": stored}},
         )
     except Exception as error:  # validators of configs have exceptions of their own
         raise UserError(f"config.json: {' '.join(str(error).split())}") from error
+    # As text: transformers rewrites dictionaries within a config when it saves and loads.
+    setattr(config, PROVENANCE, {"config": stored})
+    return config
 
 
 def _refuse_what_differs(original: Mapping[str, Any]) -> None:
@@ -367,22 +368,22 @@ _PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Groups(NamedTuple):
-    """How a fused projection lies in memory: for each of `count`, `queries` heads of q, one of k, one of v.
+    """How a fused projection lies in memory: `blocks` of `queries` heads of q, one of k and one of v.
 
-    With `count` 1 that is q, k, v one after the other (heads of each counted as one).
+    With one block that is q, k, v one after the other (heads of each counted as one).
     """
 
-    count: int
+    blocks: int
     queries: int
 
     def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(rows, ...) into q, k and v; views where `count` is 1."""
-        blocks = fused.unflatten(0, (self.count, self.queries + 2, -1))
+        """(rows, ...) into q, k and v; views where there is one block."""
+        blocks = fused.unflatten(0, (self.blocks, self.queries + 2, -1))
         return tuple(part.flatten(0, 2) for part in (blocks[:, : self.queries], blocks[:, -2:-1], blocks[:, -1:]))
 
     def join(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         heads = (self.queries, 1, 1)
-        blocks = [part.unflatten(0, (self.count, n, -1)) for part, n in zip(parts, heads, strict=True)]
+        blocks = [part.unflatten(0, (self.blocks, n, -1)) for part, n in zip(parts, heads, strict=True)]
         return torch.cat(blocks, dim=1).flatten(0, 2)
 
 

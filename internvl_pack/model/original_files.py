@@ -152,7 +152,7 @@ def _state(stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight], dtype
     }
 
 
-def _take_generation_config(model: nn.Module, folder: str | Path) -> None:
+def _take_generation_config(model: Any, folder: str | Path) -> None:
     """The folder's settings of generation, unless transformers would refuse to save them."""
     from transformers import GenerationConfig
 
@@ -175,7 +175,7 @@ class _Piece:
         self, stored: Mapping[str, torch.Tensor], name: str, weight: Weight, native: str, dtype: torch.dtype
     ) -> None:
         self._make = lambda: weight.split(stored[name])[native]
-        self._is_view = weight.groups is None or weight.groups.count == 1
+        self._is_view = weight.groups is None or weight.groups.blocks == 1
         self._dtype = dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
