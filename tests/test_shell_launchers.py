@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,9 +107,85 @@ sys.exit(max(run.wait() for run in runs))
     assert (trained(out)["ranks"], trained(out)["steps"]) == (2, 2)
 
 
+SRUN = f"""#!{sys.executable}
+import json, os, signal, sys, time
+for name in ("SIGUSR1", "SIGTERM"):
+    signal.signal(getattr(signal, name), lambda *_: sys.exit(75))
+with open(os.environ["SEEN"], "w") as file:
+    json.dump(sys.argv[1:], file)
+os.rename(os.environ["SEEN"], os.environ["SEEN"] + ".json")
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "env", "requeued"),
+    [
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "77"}, True),
+        (signal.SIGTERM, {"SLURM_JOB_ID": "77"}, False),  # cancelled
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "77", "REQUEUE": "0"}, False),
+        (signal.SIGUSR1, {}, False),  # srun from a login node
+    ],
+)
+def test_a_slurm_job_is_requeued_when_the_signal_before_its_time_limit_stopped_it(number, env, requeued, tmp_path):
+    """As sbatch runs it: a copy of the script from a folder of Slurm's, submitted from the repository."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text(SRUN)
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/scontrol\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    spool = tmp_path / "slurm_script"
+    shutil.copy(ROOT / "shell" / "train_slurm.sh", spool)
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SEEN": str(tmp_path / "srun"), "GPUS": "2", "GPUS_PER_NODE": "2", **env}
+    job["PATH"] = f"{tools}:{os.environ['PATH']}"
+    run = subprocess.Popen(["bash", str(spool)], env=settings(tmp_path, tmp_path / "out", **job), cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "srun.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(number)
+    assert run.wait(timeout=20) == 75
+    calls = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
+    assert ("requeue 77" in calls) == requeued
+    started = json.loads((tmp_path / "srun.json").read_text())
+    assert ("--signal=USR1@300" in started) == ("SLURM_JOB_ID" not in env), "inside a job it is the job's own"
+
+
+def test_slurm_is_asked_for_the_signal_and_for_requeueing():
+    lines = (ROOT / "shell" / "train_slurm.sh").read_text().splitlines()
+    directives = [line for line in lines[1 : lines.index("set -euo pipefail")] if line.startswith("#SBATCH")]
+    assert directives == ["#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
+
+
+def test_no_launcher_has_a_fixed_port():
+    for script in SCRIPTS:
+        text = script.read_text()
+        code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+        assert "29500" not in code and "--master_port=" not in code, script.name
+
+
+def test_every_script_stops_at_errors():
+    sourced = {"lib.sh", "recipe.sh"}
+    assert all("set -euo pipefail" in script.read_text() for script in SCRIPTS if script.name not in sourced)
+
+
+@pytest.mark.parametrize(("last", "status"), [("exit 7", 7), ("exit 0", 0), ("kill -KILL $$", 137)])
+def test_the_exit_status_passes_through_the_log(last, status, tmp_path):
+    code = f'set -euo pipefail; . "{ROOT}/shell/lib.sh"; . "{ROOT}/shell/recipe.sh"; '
+    code += f"run_logged {tmp_path}/logs/a.log bash -c 'echo out; echo err >&2; {last}'"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == status
+    assert sorted(done.stdout.split()) == sorted((tmp_path / "logs" / "a.log").read_text().split()) == ["err", "out"]
+
+
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [
+        ("train_deepspeed.sh", {"HOSTFILE": "/nowhere/hosts"}, "HOSTFILE=/nowhere/hosts: no such file"),
+        ("train_deepspeed.sh", {"HOSTFILE": "@node1 8"}, "'node1 8' is not of the form 'name slots=8'"),
+        ("train_deepspeed.sh", {"HOSTFILE": "@node1 slots=0"}, "is not of the form"),
+        ("train_deepspeed.sh", {"HOSTFILE": "@# none"}, "no machine in it"),
+        ("train_deepspeed.sh", {"HOSTFILE": "@a slots=2\nb slots=4"}, "GLOBAL_PACKS=4 is not a multiple of 6 GPUs"),
         ("train_single_node.sh", {"GPUS": "3"}, "GLOBAL_PACKS=4 is not a multiple of 3 GPUs: set it to 6"),
         ("train_single_node.sh", {"GPUS": "2", "STAGE": "stage7"}, "STAGE=stage7 is unknown"),
         ("train_multi_node.sh", {"NNODES": "2"}, "NODE_RANK is not set"),
@@ -115,6 +193,9 @@ sys.exit(max(run.wait() for run in runs))
     ],
 )
 def test_a_wrong_setting_is_one_line_and_a_failure(script, env, message, made, tmp_path):
+    if env.get("HOSTFILE", "").startswith("@"):
+        (tmp_path / "hosts").write_text(env["HOSTFILE"][1:])
+        env = env | {"HOSTFILE": str(tmp_path / "hosts")}
     command = ["bash", str(ROOT / "shell" / script)]
     done = subprocess.run(
         command, env=settings(made, tmp_path, **env), capture_output=True, text=True, timeout=60, check=False
