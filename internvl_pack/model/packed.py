@@ -312,7 +312,8 @@ class PackedModel(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         if any(hasattr(p, "ds_numel") for p in self.model.parameters()):  # ZeRO-3: this rank holds a part of each
-            return sum(p.ds_numel for p in self.model.parameters() if p.requires_grad or not only_trainable)
+            counted = [p for p in self.model.parameters() if p.requires_grad or not only_trainable]
+            return sum(getattr(p, "ds_numel", p.numel()) for p in counted)  # LoRA is partitioned later
         return self.model.num_parameters(only_trainable, exclude_embeddings)
 
     @property
