@@ -18,7 +18,7 @@ from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.packing.policies import POLICIES
-from internvl_pack.packing.split import split
+from internvl_pack.packing.split import EXACT_FRAGMENTS, split
 from internvl_pack.records import Fragment, Record, Span, whole
 
 PACKERS = sorted(POLICIES.keys() - {"single"})
@@ -277,11 +277,19 @@ def records(draw) -> Record:
     return Record("r", total, sum(s.num_tiles for s in spans), total, tuple(spans), system)
 
 
-@given(record=records(), tokens=st.integers(24, 120), tiles=st.integers(4, 8), repeat=st.booleans())
+@given(
+    record=records(),
+    tokens=st.integers(24, 120),
+    tiles=st.integers(4, 8),
+    repeat=st.booleans(),
+    exact=st.sampled_from((0, EXACT_FRAGMENTS)),
+)
 @settings(max_examples=1000, deadline=None)
-def test_fragments_join_to_the_sample_and_never_cut_an_image(record, tokens, tiles, repeat):
+def test_fragments_join_to_the_sample_and_never_cut_an_image(record, tokens, tiles, repeat, exact):
     budget = Budget(tokens, tiles)
-    fragments = split(record, 7, budget, repeat_system_prompt=repeat)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("internvl_pack.packing.split.EXACT_FRAGMENTS", exact)  # 0: as samples of very many fragments
+        fragments = split(record, 7, budget, repeat_system_prompt=repeat)
     assert [f.index for f in fragments] == list(range(len(fragments)))
     assert all(f.count == len(fragments) and f.position == 7 for f in fragments)
     assert fragments[0].token_start == fragments[0].tile_start == 0
@@ -305,6 +313,14 @@ def test_fragments_join_to_the_sample_and_never_cut_an_image(record, tokens, til
         if largest < tokens:  # an image that takes the whole row leaves no room for a context token
             assert f.num_context_tokens == int(inside_text), "a cut inside text keeps its target"
         assert f.num_prefix_tokens in ((0, record.num_system_tokens) if repeat and f.index else (0,))
+
+
+def test_a_sample_of_a_hundred_thousand_fragments_is_cut_at_turns_in_reach():
+    turns = (Span(600), Span(262, 1), Span(6000, ends_turn=True)) * 1000
+    whole_turns = Record("r", 6862 * 1000, 1000, 0, turns)
+    assert [f.num_tokens for f in split(whole_turns, 0, Budget(8192, 40))] == [6862] * 1000
+    fragments = split(Record("r", 8191 * 100_000 + 1), 0, Budget(8192, 40))
+    assert len(fragments) == 100_000 and fragments[-1].token_stop == 8191 * 100_000 + 1
 
 
 @given(record=records(), tokens=st.integers(24, 120))
