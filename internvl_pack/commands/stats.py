@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     result = stats.as_json() | {"meta": args.meta, "tokenizer": args.tokenizer}
     _show(result)
     if args.out:
-        from ..report.plots import write_report
+        from ..report.plots import PLOTS, write_report
 
         names = ("conv_style", "dynamic_image_size", "use_thumbnail", "max_dynamic_patch", "oversize", "seed")
         page = write_report(stats, result, Path(args.out), options=shown_options(args, *names))
-        plots = ", ".join(sorted(path.name for path in page.parent.glob("*.png")))
+        plots = ", ".join(f"{name}.png" for name in PLOTS)
         print(f"{page}: {page.stat().st_size / 1e6:.1f} MB, with {plots}")
     if args.json:
         print(json.dumps(result))
@@ -95,6 +95,22 @@ def _follow(what: str, total: int, steps: Iterable[Any]) -> Iterator[Any]:
             yield result
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _table(*columns: str) -> Any:
+    """A plain table, numbers to the right, that 80 columns hold."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
 def _show(r: dict[str, Any]) -> None:
     """Tables on standard output."""
     from rich.console import Console
@@ -106,32 +122,31 @@ def _show(r: dict[str, Any]) -> None:
     if r["tokenizer"] is None:
         console.print(Text(f"No --tokenizer: {STAND_IN}."))
     budget = r["budget"]
-    table = Table(
-        "dataset", "samples", "bad", "an epoch", "tokens", "p50", "p95", "max", "tiles", "p95", "max", "trained"
-    )
-    table.add_column("share")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    everything = {
+    every = {
         "name": "all",
         "rows": sum(d["rows"] for d in r["datasets"]),
         "samples_an_epoch": sum(d["samples_an_epoch"] for d in r["datasets"]),
         "share_of_tokens": 1.0,
     } | {key: r[key] for key in ("reasons", "tokens", "tiles", "supervised_share")}
-    for d in [*r["datasets"], *([everything] if len(r["datasets"]) > 1 else [])]:
-        tokens, tiles = d["tokens"], d["tiles"]
+    datasets = [*r["datasets"], *([every] if len(r["datasets"]) > 1 else [])]
+    table = _table("dataset", "samples", "bad", "an epoch", "trained tokens", "of all tokens")
+    for d in datasets:
         table.add_row(
             Text(d["name"]),
             f"{d['rows']:,}",
             f"{sum(d['reasons'].values()):,}",
             f"{d['samples_an_epoch']:,}",
-            f"{tokens['mean']:,.0f}",
-            *(f"{tokens[name]:,}" for name in ("p50", "p95", "max")),
-            f"{tiles['mean']:,.1f}",
-            *(f"{tiles[name]:,}" for name in ("p95", "max")),
             f"{d['supervised_share']:.1%}",
             f"{d['share_of_tokens']:.1%}",
         )
+    console.print(table)
+    names = ("mean", "p5", "p50", "p95", "p99", "max")
+    table = _table("a sample", "", *names)
+    table.columns[1].justify = "left"
+    for d in datasets:
+        for unit in ("tokens", "tiles"):
+            values = (f"{d[unit][name]:,.1f}" if name == "mean" else f"{d[unit][name]:,}" for name in names)
+            table.add_row(Text(d["name"] if unit == "tokens" else ""), unit, *values)
     console.print(table)
     share = r["share_of_budget"]
     console.print(
@@ -148,22 +163,19 @@ def _show(r: dict[str, Any]) -> None:
         for reason, count in r["reasons"].items():
             table.add_row(reason, f"{count:,}", Text("\n".join(r["examples"][reason])))
         console.print(table)
-    table = Table("policy", "packs", "over bound", "tokens full", "tiles full", "samples a pack", "split", "refused")
-    table.add_column("steps an epoch")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("policy", "packs", "over bound", "tokens full", "tiles full", "a pack", "split", "steps")
+    table.columns[0].no_wrap = True
     for name, p in r["packing"].items():
         chosen = name == budget["packing_policy"]
         about = "" if p["exact"] else "~"
         table.add_row(
-            f"{name} (one a row)" if name == "single" else name,
+            "one a row" if name == "single" else name,
             f"{about}{p['packs']:,}",
             f"{p['packs_over_bound']:.4f}",
             f"{p['token_fill']:.1%}",
             f"{p['tile_fill']:.1%}",
             f"{p['segments_a_pack']:.1f}",
             f"{about}{p['split']:,}",
-            f"{sum(p['refused'].values()):,}",
             f"{about}{p['steps']:,}",
             style="bold" if chosen else None,
         )
@@ -171,7 +183,8 @@ def _show(r: dict[str, Any]) -> None:
     p, pad = r["packing"][budget["packing_policy"]], r["padding"]
     refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())
     lines = [
-        f"{budget['num_lanes']} lanes, {budget['packs_a_step']} packs a step: {r['steps_an_epoch']:,} steps an epoch"
+        f"{_count(budget['num_lanes'], 'lane')}, {_count(budget['packs_a_step'], 'pack')} a step: "
+        f"{_count(r['steps_an_epoch'], 'step')} an epoch"
         + ("" if p["exact"] else f" (extrapolated from {p['planned_samples']:,} samples)")
         + (f"; refused by the budgets: {refused}" if refused else ""),
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "

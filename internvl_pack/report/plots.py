@@ -82,7 +82,7 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
     """
     matplotlib()
     pictures = {}
-    for name, draw in _PLOTS.items():
+    for name, draw in PLOTS.items():
         pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
         (folder / f"{name}.png").write_bytes(pictures[name]["light"])
     page = folder / PAGE
@@ -361,7 +361,7 @@ def _nothing(axes: Any) -> None:
     axes.text(0.5, 0.5, "no sample that can be used", transform=axes.transAxes, ha="center", va="center")
 
 
-_PLOTS = {"lengths": _lengths, "tokens_tiles": _tokens_tiles, "fill": _fill, "padding": _padding}
+PLOTS = {"lengths": _lengths, "tokens_tiles": _tokens_tiles, "fill": _fill, "padding": _padding}
 
 
 # -- the page ------------------------------------------------------------------------------------------
@@ -386,12 +386,16 @@ def _page(
                 ("trained tokens", f"{r['supervised_share']:.1%}", "of all"),
                 ("packs an epoch", f"{about}{chosen['packs']:,}", f"{chosen['packs_over_bound']:.3f} of the bound"),
                 ("fill", f"{chosen['token_fill']:.1%}", f"of tokens, {chosen['tile_fill']:.1%} of tiles"),
-                ("steps an epoch", f"{about}{r['steps_an_epoch']:,}", f"of {budget['packs_a_step']:,} packs"),
+                (
+                    "steps an epoch",
+                    f"{about}{r['steps_an_epoch']:,}",
+                    f"of {budget['packs_a_step']:,} pack{'s' * (budget['packs_a_step'] != 1)}",
+                ),
                 ("padding avoided", f"{r['padding']['batch_4']:.1%}", "against batches of 4"),
             ]
         ),
         f"<p class=soft>Rows of {budget['max_packed_tokens']:,} tokens and {budget['num_images_expected']:,} tiles, "
-        f"policy {text(budget['packing_policy'])}, {budget['num_lanes']:,} lanes."
+        f"policy {text(budget['packing_policy'])}, {budget['num_lanes']:,} lane{'s' * (budget['num_lanes'] != 1)}."
         + ("" if chosen["exact"] else f" Extrapolated from {chosen['planned_samples']:,} samples.")
         + "</p></section>",
         '<section class="plots">',

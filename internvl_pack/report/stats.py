@@ -30,8 +30,8 @@ from ..sources.mixture import Mixture, MixturePart, mixture_counts
 
 CHUNK_ROWS = 512
 NUM_EXAMPLES = 3
-PLANNED_SAMPLES = 200_000
-"""Samples of an epoch that are planned in full, a policy: some 10 s. More are extrapolated from as many."""
+PLANNED_SAMPLES = 100_000
+"""Samples of an epoch that are planned in full by each policy. Larger epochs are extrapolated from as many."""
 POLICIES = ("subset_sum", "greedy", "next_fit", "single")
 QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "max": 1.0}
 PADDED_BATCHES = (2, 4, 8, 16)
