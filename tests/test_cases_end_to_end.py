@@ -333,7 +333,6 @@ def test_a_bad_line_costs_itself(tmp_path, tokenizer, kind):
 
 
 ENDS = {
-    "old Macintosh line ends": (lambda good: good.replace("\n", "\r"), set(), ["invalid_json"]),
     "form feeds between": (lambda good: good.replace("\n", "\n\f\n"), {"r0", "r1", "r2"}, ["invalid_json"] * 3),
     "a byte order mark on each line": (lambda good: good.replace("{\"id", "\ufeff{\"id"), {"r0", "r1", "r2"}, []),
     "a file cut and written on": (lambda good: good[: len(good) - 40] + good, {"r0", "r1"}, ["invalid_json"]),
@@ -349,6 +348,26 @@ def test_odd_line_ends(tmp_path, tokenizer, kind):
     assert code == (1 if reasons else 0)
     if good and kind != "a file cut and written on":
         assert outcome(dataset_meta, tokenizer) == (good, dict(zip(("1", "3", "5"), reasons, strict=False)))
+
+
+REFUSED = {
+    "carriage returns alone": (lambda good: good.replace(b"\n", b"\r"), "carriage returns alone"),
+    "UTF-16 without a mark": (lambda good: good.decode().encode("utf-16-be"), "UTF-16"),
+    "UTF-32": (lambda good: good.decode().encode("utf-32"), "UTF-32"),
+    "a pointer of Git LFS": (
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "lfs pull",
+    ),
+    "an error page": (lambda _: b"\n<html><body>403 Forbidden</body></html>\n", "web page"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_annotation_file_at_all_is_refused_with_the_cure(tmp_path, capsys, kind):
+    change, words = REFUSED[kind]
+    (tmp_path / "rows.jsonl").write_bytes(change("".join(GOOD % f"r{i}" + "\n" for i in range(3)).encode()))
+    assert main(["validate", str(over(tmp_path, root=".", annotation="rows.jsonl")), "--workers", "0"]) == 2
+    assert words in capsys.readouterr().err
 
 
 def shard(folder: Path, members: list[tuple[str, bytes | str]]) -> str:

@@ -321,7 +321,9 @@ def test_images_that_cannot_be_fetched_cost_their_sample(tmp_path, folder, serve
     assert f"s{int(gone[:5])}" in bad and len(everything(there, tokenizer)) == 17
 
 
-@pytest.mark.parametrize("fault, code, words", [("404", 2, ["404"]), ("503", 2, ["503", "tried"]), ("page", 1, [])])
+@pytest.mark.parametrize(
+    "fault, code, words", [("404", 2, ["404"]), ("503", 2, ["503", "tried"]), ("page", 2, ["web page"])]
+)
 @pytest.mark.parametrize("kind", ["jsonl", "shards"])
 def test_data_that_cannot_be_opened_is_one_line(tmp_path, folder, server, kind, fault, code, words, capsys):
     _, there = remote_meta(tmp_path, folder, server, kind)

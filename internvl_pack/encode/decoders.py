@@ -175,6 +175,42 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     return b"".join(kept) if stripped else data
 
 
+def _ends_black(image) -> bool:
+    """Whether nothing is in the last row that a decoder writes. Of an interlaced picture that is the last odd one."""
+    top = max(0, image.height - 2)
+    rows = (_rows(image, row, row + 1) for row in range(top, image.height))
+    return any(row.getbbox(alpha_only=False) is None for row in rows)
+
+
+def _png_has_all_rows(data: bytes) -> bool:
+    """Inflate the pixel data and count. Pillow takes a stream that ends well but early for a picture, the rest black.
+
+    Costs as much as decoding, so that it is asked only where the end is black.
+    """
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(data[25], 1)
+    passes = [(0, 0, 1, 1)]
+    if data[28]:  # Adam7: (left, top, step across, step down)
+        passes = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+    left = 0
+    for x, y, across, down in passes:
+        columns, rows = max(0, -(-(width - x) // across)), max(0, -(-(height - y) // down))
+        left += rows * (1 + (columns * bits + 7) // 8) if columns else 0
+    inflater = zlib.decompressobj()
+    position = len(PNG_SIGNATURE)
+    while position + 12 <= len(data) and left > 0:
+        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        if data[position + 4 : position + 8] == b"IDAT":
+            rest = data[position + 8 : stop - 4]
+            while rest and left > 0 and not inflater.eof:
+                left -= len(inflater.decompress(rest, 1 << 20))
+                rest = inflater.unconsumed_tail
+        position = stop
+    if left > 0 and not inflater.eof:
+        left -= len(inflater.flush())
+    return left <= 0
+
+
 def _gif_is_whole(data: bytes) -> bool:
     """Walk the blocks to the trailer. Pillow is content with a first frame, and fills a cut one."""
 
@@ -218,6 +254,8 @@ def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> n
     with _lenient_pillow() if allow_truncated else nullcontext(), quiet(pillow_name):
         image = open_by_pillow(pillow_name, data)
         image.load()
+    if pillow_name == "PNG" and not allow_truncated and _ends_black(image) and not _png_has_all_rows(data):
+        raise SampleError("image_truncated", "its pixel data ends before the picture does")
     return _to_rgb(image)
 
 
@@ -238,8 +276,13 @@ def _to_rgb(image) -> np.ndarray:
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
         stop = min(top + rows, image.height)
-        pixels[top:stop] = np.asarray(as_rgb(image.crop((0, top, image.width, stop))))
+        pixels[top:stop] = np.asarray(as_rgb(_rows(image, top, stop)))
     return pixels
+
+
+def _rows(image, top: int, stop: int):
+    """Rows [top, stop) of a loaded image. Not by `crop`, which heeds a process-wide limit of pixels."""
+    return image._new(image.im.crop((0, top, image.width, stop)))
 
 
 def _grey(levels: np.ndarray) -> np.ndarray:

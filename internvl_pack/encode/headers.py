@@ -34,10 +34,26 @@ _OTHERS = (
     (b"MM\x00+", 0, "TIFF"),
     (b"ftypavif", 4, "AVIF"),
     (b"ftypavis", 4, "AVIF"),
+    (b"ftypmif1", 4, "AVIF"),  # as written by some encoders; with HEIC inside Pillow refuses it
     (b"\x00\x00\x00\x0cjP  \r\n\x87\n", 0, "JPEG2000"),
     (b"\xff\x4f\xff\x51", 0, "JPEG2000"),
     (b"\x00\x00\x01\x00", 0, "ICO"),
     *((b"P%d" % number, 0, "PPM") for number in range(1, 7)),
+)
+
+
+#: What people take for images, or get instead of them: (signature, its offset, what to say).
+_KNOWN_OTHERWISE = (
+    *((b"ftyp" + brand, 4, "is HEIC, which is not read: convert it") for brand in (b"heic", b"heix", b"hevc", b"heim")),
+    (b"ftyp", 4, "is a video or another container of ISO media"),
+    (b"\xff\x0a", 0, "is JPEG XL, which is not read: convert it"),
+    (b"\x00\x00\x00\x0cJXL ", 0, "is JPEG XL, which is not read: convert it"),
+    (b"8BPS", 0, "is a Photoshop file: export it"),
+    (b"%PDF", 0, "is a PDF document"),
+    (b"%!PS", 0, "is a PostScript program"),
+    (b"\x1f\x8b", 0, "is compressed by gzip"),
+    (b"PK\x03\x04", 0, "is a zip archive"),
+    (b"version https://git-lfs", 0, "is a pointer of Git LFS, not the file: git lfs pull"),
 )
 
 
@@ -112,8 +128,19 @@ def _parser_of(name: str, head: bytes) -> Callable[[bytes], Header]:
     for signature, offset, pillow_name in _OTHERS:
         if head.startswith(signature, offset):
             return lambda data: _by_pillow(name, pillow_name, data)
-    looks = "looks like a web page or text" if head.lstrip()[:1] in (b"<", b"{") else f"begins with {head[:8].hex(' ')}"
-    raise SampleError("image_not_an_image", f"{name} is in no known image format: it {looks}")
+    raise SampleError("image_not_an_image", f"{name} is in no known image format: it {_looks(head)}")
+
+
+def _looks(head: bytes) -> str:
+    """What a file that is no image seems to be, for the message."""
+    for signature, offset, words in _KNOWN_OTHERWISE:
+        if head.startswith(signature, offset):
+            return words
+    if head.lstrip()[:1] in (b"<", b"{"):
+        return "looks like a web page or text"
+    if all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:64]):
+        return f"looks like text: {head[:40].decode('ascii')!r}"
+    return f"begins with {head[:8].hex(' ')}"
 
 
 def _jpeg(data: bytes) -> Header:

@@ -133,6 +133,8 @@ def parse_record(raw: bytes, origin: str) -> dict[str, Any]:
         what = f"{error.msg} at character {error.pos}"
         if error.msg.startswith("Invalid control character"):
             what += rf" (a raw {text[error.pos : error.pos + 1]!r} must be written as an escape such as \t)"
+        elif error.msg == "Extra data" and text[error.pos] in ",{":
+            what += " (two records on one line, or a comma after one?)"
         elif error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
             what += " (a half-written record?)"
         raise SampleError("invalid_json", f"{origin}: {what}") from None

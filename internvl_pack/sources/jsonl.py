@@ -41,6 +41,8 @@ _REFUSED_STARTS = {
     b"\xfd7zXZ": "is xz-compressed; rows are read by position: unpack it with unxz",
     b"PK\x03\x04": "is a zip archive: unpack it",
     b"PAR1": "is a Parquet file: write it as JSON lines, one object a line",
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file: fetch it with git lfs pull",
+    b"\xff\xfe\0\0": "is UTF-32 text: write it as UTF-8 (iconv -f UTF-32 -t UTF-8)",
     b"\xff\xfe": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
     b"\xfe\xff": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
 }
@@ -229,6 +231,15 @@ def check_format(path: str, stamp: Stamp) -> None:
             raise UserError(f"annotation {path} {what}")
     if head[257:262] == b"ustar":
         raise UserError(f"annotation {path} is a tar archive: name it under 'shards' instead of 'annotation'")
+    if len(head) >= 6 and {head[0:5:2], head[1:6:2]} & {b"\0\0\0"} and head[:2] != b"\0\0":
+        raise UserError(f"annotation {path} is UTF-16 text without a mark: write it as UTF-8 (iconv -t UTF-8)")
+    if head.lstrip(_BLANK)[:1] == b"<":
+        raise UserError(f"annotation {path} is a web page, not JSON lines: was its download refused?")
+    if b"\n" not in head and head.count(b"\r") > 1 and _is_json(head.removeprefix(_BOM).split(b"\r", 1)[0]):
+        raise UserError(
+            f"annotation {path} ends its lines with carriage returns alone: write line feeds "
+            f"(tr '\\r' '\\n' < {path}) and name that file"
+        )
     lines = [line.strip(_BLANK) for line in head.removeprefix(_BOM).split(b"\n")]
     known_whole = len(lines) - (len(head) < stamp.size)  # the last line of the head may go on
     lines = [line for line in lines[:known_whole] if line] or lines[:1]

@@ -355,7 +355,8 @@ class _ShardScan:
         nothing_yet = not self.run_hash and not self.pending and not self.damage
         if found is None and nothing_yet and position == 0:
             start = self.read(0, 16)
-            self._hurt("shard_not_tar", 0, f"this is no tar archive: it starts with {start!r}")
+            cure = " (a pointer of Git LFS: git lfs pull)" if start.startswith(b"version https://") else ""
+            self._hurt("shard_not_tar", 0, f"this is no tar archive: it starts with {start!r}{cure}")
             return self.stamp.size
         until = "the rest cannot be read" if found is None else f"reading goes on at byte {found}"
         self._hurt("shard_damaged", error.position, f"{error.text}; {until}")
