@@ -355,7 +355,7 @@ REFUSED = {
     "UTF-16 without a mark": (lambda good: good.decode().encode("utf-16-be"), "UTF-16"),
     "UTF-32": (lambda good: good.decode().encode("utf-32"), "UTF-32"),
     "a pointer of Git LFS": (
-        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        lambda _: b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
         "lfs pull",
     ),
     "an error page": (lambda _: b"\n<html><body>403 Forbidden</body></html>\n", "web page"),

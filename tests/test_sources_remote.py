@@ -321,11 +321,11 @@ def test_images_that_cannot_be_fetched_cost_their_sample(tmp_path, folder, serve
     assert f"s{int(gone[:5])}" in bad and len(everything(there, tokenizer)) == 17
 
 
-@pytest.mark.parametrize(
-    "fault, code, words", [("404", 2, ["404"]), ("503", 2, ["503", "tried"]), ("page", 2, ["web page"])]
-)
+@pytest.mark.parametrize("fault, code, words", [("404", 2, ["404"]), ("503", 2, ["503", "tried"]), ("page", 1, [])])
 @pytest.mark.parametrize("kind", ["jsonl", "shards"])
 def test_data_that_cannot_be_opened_is_one_line(tmp_path, folder, server, kind, fault, code, words, capsys):
+    if (kind, fault) == ("jsonl", "page"):  # no row in it can be one; a bad shard costs itself
+        code, words = 2, ["web page"]
     _, there = remote_meta(tmp_path, folder, server, kind)
     server.heads = False
     server.faults = {"made": [fault] * 99}
