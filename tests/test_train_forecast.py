@@ -186,3 +186,19 @@ def test_a_failure_in_one_ranks_held_out_data_ends_the_run_with_its_message(trai
     options = ("--max_steps", "1", "--save_strategy", "no", "--do_eval", "True")
     with pytest.raises(RuntimeError, match="rank 0 cannot read its data: OSError: the disk is gone"):
         train(tmp_path, *options, "--eval_meta_path", str(made / "meta.json"))
+
+
+def test_a_part_of_the_data_is_enough_for_the_forecast(made, tokenizer, monkeypatch):
+    config = PackingConfig(max_packed_tokens=1024, num_images_expected=16, num_lanes=1)
+    dataset = PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=TINY, rank=0, world_size=1)
+    packs = len(list(dataset))
+    read = []
+    encode = dataset.encoder.encode
+    monkeypatch.setattr(dataset.encoder, "encode", lambda *given: read.append(1) or encode(*given))
+    monkeypatch.setattr("train.forecast.SAMPLES", 30)
+    part = forecast(dataset, None)
+    assert len(read) == 30
+    assert part.samples == COUNT and part.packs == pytest.approx(packs, rel=0.25)
+    monkeypatch.setattr("train.forecast.SECONDS", -1.0)
+    forecast(dataset, None)
+    assert len(read) == 31, "what is far away is not waited for"

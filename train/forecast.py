@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from internvl_pack.plan import EpochPlan
 logger = logging.getLogger(__name__)
 
 SAMPLES = 1000  # read for the forecast: about a second
+SECONDS = 10.0  # then it has to do with those that were read: data may be far away
+GOLDEN = 0.6180339887498949  # multiples of it spread evenly, however many are taken
 FIRST_PACKS = 256  # real packs that are held against it
 LOW_FILL = 0.8  # of the tokens of a row
 FEW_SAMPLES = 1.5  # a pack: most packs hold one
@@ -161,9 +164,11 @@ def _pack_some(dataset: PackedDataset) -> dict[str, float]:
         sums["full_packs"] += full
         sums["samples_in_full"] += full * sum(1.0 / f.count for f in fragments)
 
-    taken = min(SAMPLES, len(mixture))
-    for i in range(taken):
-        position = i * len(mixture) // taken
+    number, deadline = len(mixture), time.monotonic() + SECONDS
+    positions = range(number) if number <= SAMPLES else [int(i * GOLDEN % 1.0 * number) for i in range(SAMPLES)]
+    for position in dict.fromkeys(positions):
+        if time.monotonic() > deadline and sums["samples"]:
+            break
         which, row = mixture.locate(position)
         sums["read"] += 1
         try:

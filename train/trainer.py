@@ -405,11 +405,11 @@ class PackTrainer(Trainer):
 
     def asked_to_stop(self) -> str:
         """What asked any rank to save and stop; all ranks call it together at the end of a step."""
-        return self.stop_request.agree(self._cpu_group() if self._world_size > 1 else None)
+        return self.stop_request.agree(self._cpu_group() if _processes() > 1 else None)
 
     def wait_for_all(self) -> None:
         """Until every rank is here; before a rank leaves with a status that makes launchers end the others."""
-        if self._world_size > 1:
+        if _processes() > 1:
             dist.barrier(group=self._cpu_group())
 
     @property
@@ -425,6 +425,11 @@ class PackTrainer(Trainer):
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a large checkpoint's conversion
         return self._group
+
+
+def _processes() -> int:
+    """All of the run: more than the data-parallel ranks where several share a row."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _told(error: Exception | None) -> tuple[str, str] | None:
