@@ -97,11 +97,24 @@ def test_one_line_says_what_packing_will_do():
 
 
 def test_a_run_tells_its_packing_and_its_trouble(train, tmp_path, capsys):
-    options = ("--max_steps", "1", "--save_strategy", "no", "--max_packed_tokens", "2048", "--num_images_expected", "2")
+    options = (
+        "--max_steps",
+        "4",
+        "--log_freq",
+        "2",
+        "--save_strategy",
+        "no",
+        "--max_packed_tokens",
+        "2048",
+        "--num_images_expected",
+        "2",
+    )
     assert train(tmp_path, *options) == 0
     told = capsys.readouterr().err
     (line,) = [line for line in told.splitlines() if line.startswith("packing: rows of 2,048 tokens and 2 tiles")]
     assert "estimated" in line
+    reports = [line for line in told.splitlines() if "rows so far" in line]
+    assert [line.partition(" rows")[0] for line in reports] == ["step 2: 2", "step 4: 4"]
     assert "packing does little" in told and "raise --num_images_expected from 2" in told
 
 

@@ -38,6 +38,28 @@ class Epochs(TrainerCallback):
         return total
 
 
+class PackingReport(TrainerCallback):
+    """What rows have held so far, in the log every `log_freq` optimizer steps; the summary tells it at the end."""
+
+    def __init__(self, trainer: Any, log_freq: int) -> None:
+        self.trainer = trainer
+        self.log_freq = log_freq
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.log_freq or state.global_step % self.log_freq or not state.is_world_process_zero:
+            return
+        total, (_, max_tiles) = self.trainer.metrics.total, self.trainer.loader.budget
+        packs = max(1.0, total["num_packs"])
+        logger.info(
+            "step %d: %s rows so far, %.1f samples each, token fill %.1f%%, tile fill %.1f%%",
+            *(state.global_step, f"{total['num_packs']:,.0f}", total["num_samples"] / packs),
+            *(
+                100 * total["num_real_tokens"] / max(1.0, total["capacity"]),
+                100 * total["num_tiles"] / packs / max_tiles,
+            ),
+        )
+
+
 class IsolationCheck(TrainerCallback):
     """Proves on the model as it will train (wrapped, placed, sharded) that no segment sees another."""
 

@@ -123,7 +123,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.build import build_model
     from internvl_pack.model.kernels import select_kernel
     from train import progress
-    from train.callbacks import Epochs, IsolationCheck
+    from train.callbacks import Epochs, IsolationCheck, PackingReport
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.sample_log import SampleLog
@@ -170,6 +170,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     trainer.add_callback(quarantine)
     trainer.add_callback(epochs)
     trainer.add_callback(FirstPacks(trainer))
+    trainer.add_callback(PackingReport(trainer, data_args.log_freq))
     if args.log_sample_ids:
         trainer.add_callback(SampleLog(trainer, args.output_dir))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
