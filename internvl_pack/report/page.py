@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -80,9 +81,23 @@ def figures(pairs: Iterable[tuple[str, str, str]]) -> str:
     return f'<dl class="figures">{items}</dl>'
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, strong: Sequence[int] = ()) -> str:
-    """Cells are text; a cell `(html,)` is HTML as it is. It scrolls within itself where it is too wide."""
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    label: str,
+    strong: Sequence[int] = (),
+    left: Sequence[int] = (),
+) -> str:
+    """Cells are text; a cell `(html,)` is HTML as it is. It scrolls within itself where it is too wide.
+
+    Args:
+        strong: rows in bold.
+        left: columns whose headings stand at the left, as their cells do.
+    """
+    head = "".join(
+        f'<th scope="col"{" class=left" if n in left else ""}>{text(name)}</th>' for n, name in enumerate(header)
+    )
     body = "".join(
         f"<tr{' class=strong' if n in strong else ''}>"
         + "".join(cell[0] if isinstance(cell, tuple) else f"<td>{text(cell)}</td>" for cell in row)

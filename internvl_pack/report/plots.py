@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ _THEMES: dict[str, dict[str, Any]] = {
         "colours": _ON_DARK,
     },
 }
+_OTHER_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 _SIZE = (5.6, 3.6)  # inches: what a phone shows in full and still can be read
 _DPI = 200
 PAGE = "stats.html"
@@ -95,7 +97,7 @@ def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme
 
     t = _THEMES[theme]
     settings = {
-        "font.family": "DejaVu Sans",
+        "font.family": _fonts(),
         "font.size": 9,
         "text.parse_math": False,  # names of datasets are text, whatever is in them
         "axes.edgecolor": t["soft"],
@@ -115,7 +117,8 @@ def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme
         "legend.fontsize": 8.5,
         "hatch.linewidth": 0.6,
     }
-    with plt.rc_context(settings):
+    with plt.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that no font here has: the tables show it
         figure, axes = plt.subplots(figsize=_SIZE, dpi=_DPI, layout="constrained")
         try:
             draw(stats, axes, t)
@@ -139,9 +142,21 @@ def _smaller(png: bytes) -> bytes:
 def _named(stats: Stats) -> list[tuple[str, list[int]]]:
     """(label, datasets' places): the largest by themselves, the rest together."""
     order = sorted(range(len(stats.datasets)), key=lambda n: -stats.datasets[n].good)
-    named = [(_short(stats.datasets[n].name), [n]) for n in order[:MAX_DATASETS]]
+    named = [(_label(stats.datasets[n].name), [n]) for n in order[:MAX_DATASETS]]
     rest = order[MAX_DATASETS:]
     return [*named, (f"{len(rest)} others", rest)] if rest else named
+
+
+def _label(name: str) -> str:
+    """A name in a legend, which leaves out those that begin with an underscore."""
+    return f" {_short(name)}" if name.startswith("_") else _short(name)
+
+
+def _fonts() -> list[str]:
+    """One for Latin letters, and those for others that this machine has."""
+    from matplotlib.font_manager import fontManager
+
+    return ["DejaVu Sans", *(name for name in _OTHER_FONTS if name in set(fontManager.get_font_names()))]
 
 
 def _short(name: str, limit: int = 28) -> str:
@@ -347,7 +362,7 @@ def _legend(axes: Any, *, always: bool = True) -> None:
     if len(handles) > 1 or (always and handles):
         axes.legend(
             handles,
-            [label.lstrip("_") or "?" for label in labels],
+            labels,
             loc="lower left",
             bbox_to_anchor=(0, 1.0),
             ncols=2 if len(handles) > 1 else 1,
@@ -485,4 +500,6 @@ def _reasons(r: dict[str, Any]) -> str:
         ]
         for reason, count in r["reasons"].items()
     ]
-    return f'<section class="card">{table(["reason", "samples", "first"], rows, label="bad samples")}</section>'
+    return (
+        f'<section class="card">{table(["reason", "samples", "first"], rows, label="bad samples", left=[2])}</section>'
+    )

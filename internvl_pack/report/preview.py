@@ -491,7 +491,7 @@ def _borders(row: RowView, number: int) -> str:
     )
     return (
         '<details class="more"><summary>Boundaries, positions and loss weights</summary>'
-        f"{code}{table(header, rows, label=f'segments of row {number + 1}')}</details>"
+        f"{code}{table(header, rows, label=f'segments of row {number + 1}', left=[1])}</details>"
     )
 
 
@@ -566,7 +566,7 @@ def _ledger(p: Preview) -> str:
             for e in p.events[:MAX_EVENTS]
         ]
         out.append(f"<h2>Samples that left: {len(p.events):,}</h2>")
-        out.append(table(["sample", "reason", "detail"], rows, label="samples that left"))
+        out.append(table(["sample", "reason", "detail"], rows, label="samples that left", left=[1, 2]))
         if len(p.events) > MAX_EVENTS:
             out.append(f'<p class="soft">{len(p.events) - MAX_EVENTS:,} more are not shown.</p>')
     out.append("</section>")
