@@ -128,7 +128,7 @@ class LanePacker(Generic[Item]):
                 f"fragment {item.key} has {item.num_tokens} tokens and {item.num_tiles} tiles, "
                 f"a pack holds {self.budget.max_segment_tokens} and {self.budget.max_tiles}",
             )
-        if self._look_ahead_is_filled and not self._reservoir.full:
+        if not self._reservoir.full and self._look_ahead_is_filled:
             self._hold()
         tokens = self.budget.aligned(item.num_tokens)
         square = self._balance.square(tokens)

@@ -21,10 +21,12 @@ from internvl_pack.packing.balance import UNIT, Balance, Goal
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.knapsack import SubsetSums
 
-SEARCHED = 256  # records that a search looks at: the oldest
+SEARCHED = 48  # records that a search looks at: the oldest
+MORE_TILES = 8  # than wanted: what a search looks at where tokens bind
 TRIES = 5  # subsets that are looked at for the one of the best cost
 EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
 FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
+GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
 
 
 class Waiting(NamedTuple):
@@ -133,7 +135,11 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
     _fill_by_search(pack, balance, goal)
     if goal.tokens_bind or goal.target is None:
         _top_up(pack)
-    if goal.tokens_bind and pack.tokens < budget.max_tokens and budget.max_attention_cost is None:
+    if (
+        goal.tokens_bind
+        and (budget.max_tokens - pack.tokens) * GAP >= budget.max_tokens
+        and budget.max_attention_cost is None
+    ):
         _exchange(pack)
     return pack.places
 
@@ -166,22 +172,22 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
     tokens, tiles, squares = pack.waiting
     budget = pack.budget
     room_tokens, room_tiles = budget.max_tokens - pack.tokens, budget.max_tiles - pack.tiles
+    wanted: float = room_tiles if goal.tokens_bind else room_tokens  # of tiles or tokens
+    if goal.target is not None:
+        f = balance.figures
+        attention = EXPECTED * f["squares"] / f["samples"]
+        missing = goal.target - pack.squares - attention  # secondary cost that the pack should get
+        if goal.tokens_bind:
+            wanted = missing / balance.tile_cost - pack.tiles
+            room_tiles = min(room_tiles, max(0, int(wanted)) + MORE_TILES)
+        else:
+            wanted = missing / UNIT - pack.tokens
     candidates = [p for p in pack.rest() if tokens[p] <= room_tokens and tiles[p] <= room_tiles][:SEARCHED]
     if not candidates:
         return
     sums = SubsetSums([(tokens[p], tiles[p]) for p in candidates], room_tokens, room_tiles)
-    f = balance.figures
-    missing = None  # secondary cost that the search should add
-    if goal.target is not None:
-        attention = f["squares"] / f["samples"] * min(len(candidates), EXPECTED)
-        missing = goal.target - pack.squares - attention
-    slack = max(1, int(budget.max_tokens * FULL) // sums.step)
-    if goal.tokens_bind:
-        wanted = room_tiles if missing is None else missing / balance.tile_cost - pack.tiles
-        states = sums.full_rows(slack if missing is not None else 0, wanted)
-    else:
-        wanted = room_tokens if missing is None else missing / UNIT - pack.tokens
-        states = sums.full_columns(wanted, TRIES)
+    slack = max(1, int(budget.max_tokens * FULL) // sums.step) if goal.target is not None else 0
+    states = sums.full_rows(slack, wanted) if goal.tokens_bind else sums.full_columns(wanted, TRIES)
 
     best: list[int] = []
     nearest = None
