@@ -5,9 +5,10 @@
     loader      PackLoader without workers: read, tokenise, pack, decode to uint8 tiles, collate
     plain loop  what InternVL's dataset does a sample: tokenise turn by turn, Pillow's decode and bicubic resize, crops,
                 float32 tensor and normalise a tile
-    bare        read, decode and resize the same images, by the loader's own decoders and torch's bicubic, to the grid
-                and the thumbnail of each, with the tiles written into an array of their own
-    no tiles    the same with the results dropped: no tile is written, and the images' headers have been read before
+    bare        read, decode and resize the same images to the grid and the thumbnail of each, and copy the tiles out
+                into an array of their own: the loader's decoders, torch's antialiased bicubic, plain code around them
+    own tiles   the same by the loader's own function, whose way to tiles is shorter
+    no tiles    bare with the resized pictures dropped: no tile is written
 
 They take turns pack by pack: the loader makes a pack, the others do the same samples. What counts is processor time
 of this process, all threads (torch has one); there are no children. Of each pack and way the fastest run counts, so
@@ -118,7 +119,7 @@ def plain_loop(raws: dict, tokenizer) -> Callable[[list[str]], None]:
     return run
 
 
-def bare(planned: dict) -> Callable[[list[str]], None]:
+def own_tiles(planned: dict) -> Callable[[list[str]], None]:
     """Decode each image into the tiles of its grid, in an array of its own."""
     from internvl_pack.encode.images import decode_tiles
 
@@ -130,30 +131,33 @@ def bare(planned: dict) -> Callable[[list[str]], None]:
     return run
 
 
-def no_tiles(planned: dict) -> Callable[[list[str]], None]:
-    """Decode each image and resize it to its grid and thumbnail; the result is dropped."""
+def bare(planned: dict, keep: bool) -> Callable[[list[str]], None]:
+    """Decode each image and resize it to its grid and thumbnail; the result is cut into tiles, or dropped."""
     import torch
     from torch.nn.functional import interpolate
 
     from internvl_pack.encode.decoders import decode_rgb
     from internvl_pack.encode.headers import read_header
 
-    work = {}
-    for sample_id, images in planned.items():
-        headers = [read_header(image.ref.name, image.ref.read(), image.ref.read, 1 << 40) for image in images]
-        work[sample_id] = [(image.ref, header, image.grid) for image, header in zip(images, headers, strict=True)]
+    def tiles_of(picture: torch.Tensor, columns: int, rows: int) -> torch.Tensor:
+        cells = picture.view(3, rows, 448, columns, 448).permute(1, 3, 0, 2, 4)
+        return cells.reshape(columns * rows, 3, 448, 448)
 
     def run(sample_ids: list[str]) -> None:
-        for sample_id in sample_ids:
-            for ref, header, grid in work[sample_id]:
-                shape = (448 * grid.rows, 448 * grid.columns)
-                if header.orientation >= 5:
-                    shape = shape[::-1]
-                pixels, _ = decode_rgb(ref.name, ref.read(), header, shape[::-1])
-                stored = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # the order that torch is fast with
-                for wanted in [shape] + [(448, 448)] * grid.thumbnail:
-                    if stored.shape[2:] != wanted:
-                        interpolate(stored, wanted, mode="bicubic", antialias=True)
+        for image in (image for sample_id in sample_ids for image in planned[sample_id]):
+            data = image.ref.read()
+            header = read_header(image.ref.name, data, image.ref.read, 1 << 40)
+            cells = [(image.grid.columns, image.grid.rows)] + [(1, 1)] * image.grid.thumbnail
+            if header.orientation >= 5:
+                cells = [(rows, columns) for columns, rows in cells]
+            pixels, _ = decode_rgb(image.ref.name, data, header, (448 * cells[0][0], 448 * cells[0][1]))
+            stored = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # the order that torch is fast with
+            for columns, rows in cells:
+                shape, picture = (448 * rows, 448 * columns), stored
+                if stored.shape[2:] != shape:
+                    picture = interpolate(stored, shape, mode="bicubic", antialias=True)
+                if keep:
+                    tiles_of(picture[0], columns, rows)
 
     return run
 
@@ -255,17 +259,25 @@ def main() -> None:
         for row in range(len(source)):
             raws[source.sample_id(row)] = source, row
             planned[source.sample_id(row)] = dataset.encoder.encode(source.read(row), spec).images
-    ways = {"plain loop": plain_loop(raws, tokenizer), "bare": bare(planned), "no tiles": no_tiles(planned)}
+    ways = {
+        "plain loop": plain_loop(raws, tokenizer),
+        "bare": bare(planned, True),
+        "own tiles": own_tiles(planned),
+        "no tiles": bare(planned, False),
+    }
     seconds, samples, tiles = fastest(ways, build_loader(dataset), arguments.runs)
     for name, found in seconds.items():
         result[f"{name}: samples_a_second"], result[f"{name}: tiles_a_second"] = samples / found, tiles / found
         print(f"{name:12s} {samples / found:8.1f} samples/s {tiles / found:8.1f} tiles/s a core")
     result["times_the_plain_loop"] = seconds["plain loop"] / seconds["loader"]
-    result["share_of_bare_speed"] = seconds["bare"] / seconds["loader"]
-    result["share_of_speed_without_tiles"] = seconds["no tiles"] / seconds["loader"]
-    print(f"loader: {result['times_the_plain_loop']:.2f} times the plain loop, ", end="")
-    print(f"{100 * result['share_of_bare_speed']:.0f} % of the speed of bare decoding and resizing ", end="")
-    print(f"({100 * result['share_of_speed_without_tiles']:.0f} % with the tiles dropped)")
+    shares = {name: seconds[name] / seconds["loader"] for name in ("bare", "own tiles", "no tiles")}
+    result |= {f"share_of_speed: {name}": share for name, share in shares.items()}
+    print(
+        f"loader: {result['times_the_plain_loop']:.2f} times the plain loop; "
+        f"{100 * shares['bare']:.0f} % of the speed of bare decoding, resizing and cutting, "
+        f"{100 * shares['own tiles']:.0f} % of its own function for that alone, "
+        f"{100 * shares['no tiles']:.0f} % of decoding and resizing with the tiles dropped"
+    )
     print(
         f"queue: {result['MB_a_batch']:.1f} MB of tensors a batch ({result['bytes_a_tile']:.0f} bytes a tile, "
         f"float32 would be {4 * 3 * 448 * 448}), {result['kB_a_batch_without_tensors']:.1f} kB besides"
