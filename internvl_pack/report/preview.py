@@ -412,7 +412,7 @@ def _bar(row: RowView, number: int, budget: int) -> str:
         place = f"left:{s.start / whole:.4%};width:{width:.4f}%"
         cells.append(
             f'<a class="seg {_colour(s, i)}{narrow}" style="{place}" href="#{target}" '
-            f'data-tip="tip{number}" title="{text(_tip(s, i))}" aria-label="{text(_tip(s, i))}">{label}{pad}</a>'
+            f'data-tip="tip{number}" title="{text(_tip(s, i))}">{label}{pad}</a>'
         )
     free = whole - row.num_tokens
     told = f"{free:,} tokens free" if free else ""
@@ -489,6 +489,8 @@ def _borders(row: RowView, number: int) -> str:
     code = "".join(
         f'<p><code class="bounds">{name} = [{", ".join(map(str, values))}]</code></p>' for name, values in lists
     )
+    if row.segments[0].pieces is None and row.num_samples:  # left out with the texts
+        return f'<details class="more"><summary>Boundaries</summary>{code}</details>'
     return (
         '<details class="more"><summary>Boundaries, positions and loss weights</summary>'
         f"{code}{table(header, rows, label=f'segments of row {number + 1}', left=[1])}</details>"
