@@ -16,7 +16,7 @@ _threads: dict[int, threading.Thread] = {}  # by process: a fork has none
 def obey_only_the_parent() -> None:
     """Ignore SIGUSR1, and SIGTERM from anybody but the parent. Safe to repeat.
 
-    A handler in Python does not learn who sent a signal, `sigwaitinfo` does: SIGTERM is blocked, and a thread waits for it.
+    A handler in Python does not learn who sent a signal, `sigwaitinfo` does: SIGTERM is blocked, a thread waits for it.
     """
     if os.getpid() in _threads or not hasattr(signal, "sigwaitinfo"):
         return
