@@ -253,3 +253,9 @@ def test_case_annotation_is_a_json_array(cases):
 def test_cases_work_from_the_working_folder_too(cases, monkeypatch):
     monkeypatch.chdir(cases)
     assert len(open_source(load_meta("meta/missing_repeat_time.json")[0])) == 6
+
+
+def test_comments_beside_datasets_are_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "meta.json").write_text(json.dumps({"_by": "us", "_list": [1], "a": {"annotation": "a.jsonl"}}))
+    assert [spec.name for spec in load_meta(tmp_path / "meta.json")] == ["a"]

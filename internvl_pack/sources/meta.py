@@ -69,7 +69,9 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     if not isinstance(content, dict):
         raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {_kind(content)}")
     specs = tuple(
-        _dataset(meta_file, name, entry) for name, entry in content.items() if not name.startswith("_comment")
+        _dataset(meta_file, name, entry)
+        for name, entry in content.items()
+        if not name.startswith("_comment") and not (name.startswith("_") and not isinstance(entry, dict))
     )
     if not specs:
         raise UserError(f"{meta_file}: no dataset in it")
