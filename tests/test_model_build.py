@@ -273,3 +273,13 @@ def test_stochastic_depth_drops_whole_tiles_and_keeps_the_mean():
     assert (per_tile == per_tile[:, :1]).all()
     assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert out.mean().item() == pytest.approx(1.0, abs=0.03)
+
+
+def test_parameters_that_zero3_has_taken_apart_are_counted_whole(checkpoint, tokenizer):
+    packed = build(checkpoint, tokenizer, freeze_llm=True)
+    whole, trained = packed.num_parameters(), packed.num_parameters(only_trainable=True)
+    for parameter in packed.model.parameters():  # as DeepSpeed leaves them: empty, with their size beside
+        parameter.ds_numel = parameter.numel()
+        parameter.data = parameter.data.new_empty(0)
+    assert (packed.num_parameters(), packed.num_parameters(only_trainable=True)) == (whole, trained)
+    assert 0 < trained < whole
