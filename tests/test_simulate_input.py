@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
 from internvl_pack.cli import main
+from internvl_pack.packing import simulate
+from internvl_pack.packing.budget import Budget
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -48,3 +51,17 @@ def test_a_negative_reservoir_is_refused(tmp_path, capsys):
     code, _, err = run(capsys, str(path), "--reservoir", "-1")
     assert code == 2
     assert "--reservoir" in err
+
+
+@pytest.mark.parametrize(("rows", "even"), [("10,0\n", True), ("10,0\n" * 400, True), ("10,0\n30,0\n" * 200, False)])
+def test_ranks_of_very_short_samples_are_compared_on_fewer_packs(rows, even, monkeypatch):
+    """At 32,768 tokens a pack holds thousands of them."""
+    read = []
+    cut = simulate.Cutter.cut
+    monkeypatch.setattr(simulate.Cutter, "cut", lambda self, *args: read.append(args) or cut(self, *args))
+    lines = io.StringIO("num_tokens,num_tiles\n" + rows)
+    found = simulate.simulate(
+        simulate.read_lengths(lines, "lengths"), Budget(32768, 96), num_ranks=2, policy="next_fit"
+    )
+    assert found.rank_efficiency == 1.0 if even else 0.99 < found.rank_efficiency < 1.0
+    assert len(read) < 500 if even else len(read) < 2 * 2 * 2 * simulate.MAX_SAMPLES_A_RANK

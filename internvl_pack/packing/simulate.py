@@ -29,6 +29,7 @@ TOKENS_A_TILE = 256
 WARM_UP = 60  # packs of a lane before the ranks are compared, so that its look-ahead is in its steady state
 STEPS = 112  # twice the reservoir's cycle
 RESERVOIR = 16
+MAX_SAMPLES_A_RANK = 16_000  # read in a comparison; with hundreds in a pack, packs hardly differ and few tell enough
 
 
 class Length(NamedTuple):
@@ -274,14 +275,27 @@ def rank_efficiency(
     """Mean over max cost of a step, averaged over `num_steps`.
 
     Each rank has a lane that draws its own reshuffled stream of the rows, again and again; the first WARM_UP packs
-    are left out, and there is no end whose last packs would count.
+    are left out, and there is no end whose last packs would count. Where a pack holds so many samples that a rank
+    would read more than MAX_SAMPLES_A_RANK, fewer packs are compared, after a warm-up that is shorter likewise.
     """
+    first = rows[0] if rows else Length(0, 0)
+    if all(row[:2] == first[:2] for row in rows) and cutter.budget.fits(first.num_tokens, first.num_tiles):
+        return 1.0  # packs of one shape alone
+    share = min(1.0, MAX_SAMPLES_A_RANK / ((WARM_UP + num_steps) * _samples_a_pack(rows, cutter.budget)))
+    warm_up, num_steps = max(1, int(share * WARM_UP)), max(2, int(share * num_steps))
     ranks = []
     for rank in range(num_ranks):
         costs = _costs(_endless(rows, cutter, random.Random(f"{seed} {rank}")), make(), cost)
-        ranks.append(list(islice(costs, WARM_UP, WARM_UP + num_steps)))
+        ranks.append(list(islice(costs, warm_up, warm_up + num_steps)))
     steps = list(zip(*ranks, strict=True))
     return sum(sum(step) / len(step) / max(step) for step in steps) / len(steps) if steps else 1.0
+
+
+def _samples_a_pack(rows: Sequence[Length], budget: Budget) -> float:
+    """How many rows fill a pack, on average."""
+    tokens = sum(budget.aligned(row.num_tokens) for row in rows) / budget.max_tokens
+    tiles = sum(row.num_tiles for row in rows) / budget.max_tiles if budget.max_tiles else 0.0
+    return len(rows) / max(tokens, tiles, 1e-9)
 
 
 def _endless(rows: Sequence[Length], cutter: Cutter, order: random.Random) -> Iterator[Fragment]:
