@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import UserError
 from .packing.budget import Budget
-from .packing.split import OVERSIZE
+from .packing.split import OVERSIZE, split
+from .records import Fragment, Record
+from .sources import DatasetSpec, Source
+from .sources.mixture import Mixture, MixturePart
 
 ON_ERROR = ("skip", "stop")
 
@@ -82,6 +86,45 @@ class PackingConfig:
     def budget(self) -> Budget:
         return Budget(
             self.max_packed_tokens, self.num_images_expected, self.max_attention_cost, self.pad_to_multiple_of
+        )
+
+    def parts(self, specs: Sequence[DatasetSpec], sources: Sequence[Source]) -> tuple[MixturePart, ...]:
+        """The datasets' shares of an epoch."""
+        return tuple(
+            MixturePart(
+                name=spec.name,
+                num_rows=len(source),
+                repeat_time=spec.repeat_time,
+                weight=spec.weight,
+                block_starts=tuple(map(int, source.block_starts)) if self.shuffle_buffer_size else None,
+            )
+            for spec, source in zip(specs, sources, strict=True)
+        )
+
+    def mixture(self, parts: Sequence[MixturePart], epoch: int) -> Mixture:
+        """The order of an epoch."""
+        return Mixture(
+            parts,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            replacement=self.replacement,
+            use_data_resampling=self.use_data_resampling,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+        )
+
+    def cut(self, record: Record, position: int, budget: Budget) -> list[Fragment]:
+        """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it.
+
+        `budget` is `self.budget()`, which callers keep.
+        """
+        return split(
+            record,
+            position,
+            budget,
+            oversize=self.oversize,
+            max_segment_tokens=self.max_seq_length,
+            repeat_system_prompt=self.repeat_system_prompt,
         )
 
 

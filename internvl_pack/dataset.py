@@ -72,16 +72,7 @@ class PackedDataset(IterableDataset):
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
         self.epoch = 0
-        self.parts = [
-            MixturePart(
-                name=spec.name,
-                num_rows=len(source),
-                repeat_time=spec.repeat_time,
-                weight=spec.weight,
-                block_starts=tuple(map(int, source.block_starts)) if self.config.shuffle_buffer_size else None,
-            )
-            for spec, source in zip(self.specs, self.sources, strict=True)
-        ]
+        self.parts = self.config.parts(self.specs, self.sources)
         self.num_positions = len(self.mixture(0))
         if not self.num_positions:
             damage = next((str(d) for s in self.sources for d in s.damage), "all of its files are empty")
@@ -110,15 +101,7 @@ class PackedDataset(IterableDataset):
         return cls(sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
 
     def mixture(self, epoch: int) -> Mixture:
-        return Mixture(
-            self.parts,
-            seed=self.config.seed,
-            epoch=epoch,
-            shuffle=self.config.shuffle,
-            replacement=self.config.replacement,
-            use_data_resampling=self.config.use_data_resampling,
-            shuffle_buffer_size=self.config.shuffle_buffer_size,
-        )
+        return self.config.mixture(self.parts, epoch)
 
     def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> LaneStream:
         """The lane from its start; `mixture` is that of the epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SampleError(ValueError):
 
 
 @contextmanager
-def costs_one_sample(where: str) -> Iterator[None]:
+def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
     """Whatever goes wrong inside is the trouble of the one sample that is read, encoded or decoded there.
 
     Readers, decoders and templates, a user's own among them, raise what they like, and one sample of millions must not
@@ -52,7 +52,8 @@ def costs_one_sample(where: str) -> Iterator[None]:
     is no `Exception`: KeyboardInterrupt, SystemExit.
 
     Args:
-        where: what was read, for the message: a file and line, an image.
+        where: what was read, for the message: a file and line, an image. Called when there is a fault, if it must be
+            looked up: where a row of a shard stands takes a read.
     """
     try:
         yield
@@ -61,12 +62,13 @@ def costs_one_sample(where: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             raise
+        place = where if isinstance(where, str) else where()
         reason = "unexpected_error"
         if isinstance(error, MemoryError):
             reason = "out_of_memory"
         elif isinstance(error, OSError):
             reason = "unreadable"
         else:
-            logger.warning("%s: a fault in reading one sample, which is left out", where, exc_info=True)
+            logger.warning("%s: a fault in reading one sample, which is left out", place, exc_info=True)
         text = " ".join(str(error).split())[:500].encode("utf-8", "backslashreplace").decode()
-        raise SampleError(reason, f"{where}: {type(error).__name__}{': ' * bool(text)}{text}") from error
+        raise SampleError(reason, f"{place}: {type(error).__name__}{': ' * bool(text)}{text}") from error

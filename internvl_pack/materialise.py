@@ -26,12 +26,10 @@ import numpy as np
 from .encode.sample import Encoded, Encoder, PlannedImage
 from .encode.tiles import TileGrid
 from .errors import SampleError, UserError, costs_one_sample
-from .planning import mixture_of
 from .preset import PRESET, PlannedFragment, Preset, file_facts, group_starts, write_json
 from .records import Record
 from .scan import arrow_schema, parallel, parquet
 from .sources import DatasetSpec, SliceRef, Source
-from .sources.mixture import MixturePart
 from .sources.refs import stamp_of
 from .stream import make_segment
 
@@ -115,11 +113,9 @@ class LaneWriter:
     ) -> None:
         self.preset, self.encoder, self.work = preset, encoder, work
         self.sources, self.specs = list(sources), list(specs)
-        parts = [
-            MixturePart(name=spec.name, num_rows=len(source), repeat_time=spec.repeat_time, weight=spec.weight)
-            for spec, source in zip(specs, sources, strict=True)
-        ]
-        self.mixtures = [mixture_of(parts, preset.config(), epoch) for epoch in range(preset.epochs)]
+        config = preset.config()
+        parts = config.parts(specs, sources)
+        self.mixtures = [config.mixture(parts, epoch) for epoch in range(preset.epochs)]
 
     def write_lane(self, epoch: int, lane: int) -> int:
         """Write a lane's ids and images. Returns its packs."""
@@ -179,7 +175,7 @@ class LaneWriter:
 
     def _encoded(self, epoch: int, fragment: PlannedFragment) -> Encoded:
         which, index = self.mixtures[epoch].locate(fragment.position)
-        encoded = self.encoder.encode(self.sources[which].read(index), self.specs[which])
+        encoded = self.encoder.load(self.sources[which], index, self.specs[which])
         if encoded.record.num_tokens != fragment.sample_tokens:
             raise UserError(
                 f"preset {self.preset.folder} does not fit the data any more: {fragment.sample_id} had "

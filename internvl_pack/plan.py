@@ -80,7 +80,7 @@ def _estimate(dataset: PackedDataset, num_epochs: int, progress: Callable[[int],
         if progress:
             progress(1)
         try:
-            record = dataset.encoder.encode(dataset.sources[which].read(row), dataset.specs[which]).record
+            record = dataset.encoder.load(dataset.sources[which], row, dataset.specs[which]).record
         except SampleError:
             continue
         good += 1

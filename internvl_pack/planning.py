@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,6 @@ from .packing.bounds import LowerBounds
 from .packing.cost import CostModel
 from .packing.offline import OFFLINE_POLICIES
 from .packing.packer import LanePacker
-from .packing.split import split
 from .preset import (
     FRAGMENT_FIELDS,
     PACK_COLUMNS,
@@ -45,7 +45,7 @@ from .preset import (
 from .records import Fragment, Record
 from .scan import Scanner, ScanTable, arrow_schema, parallel, parquet, prepare_folder, scan, write_table
 from .sources import DatasetSpec, Source
-from .sources.mixture import Mixture, MixturePart, mixture_counts
+from .sources.mixture import MixturePart, mixture_counts
 from .sources.order import Permutation, derive_seed
 
 ALL_BAD_ROWS = 32
@@ -81,10 +81,7 @@ def plan_preset(
     if policy is not None and policy not in OFFLINE_POLICIES:
         raise UserError(f"packing_policy {policy!r} is unknown: use one of {', '.join(OFFLINE_POLICIES)}")
     follow = follow or _use_up
-    parts = [
-        MixturePart(name=spec.name, num_rows=len(source), repeat_time=spec.repeat_time, weight=spec.weight)
-        for spec, source in zip(specs, sources, strict=True)
-    ]
+    parts = config.parts(specs, sources)
     positions = sum(mixture_counts(parts, use_data_resampling=config.use_data_resampling))
     if not positions:
         raise UserError("the data holds no samples")
@@ -193,7 +190,7 @@ class _LaneReader:
     def __init__(self, planner: Planner, epoch: int, lane: int) -> None:
         config = planner.config
         self.planner, self.epoch, self.lane = planner, epoch, lane
-        self.mixture = mixture_of(planner.parts, config, epoch)
+        self.mixture = config.mixture(planner.parts, epoch)
         self.budget = config.budget()
         self.room = min(self.budget.max_segment_tokens, config.max_seq_length or self.budget.max_segment_tokens)
         self.cursor = 0
@@ -209,7 +206,7 @@ class _LaneReader:
         self.cursor += 1
         which, row = self.mixture.locate(position)
         try:
-            with costs_one_sample(self.planner.ids[which].sample_id(row)):
+            with costs_one_sample(partial(self.planner.ids[which].sample_id, row)):
                 fragments = self._fragments(position, which, row)
         except SampleError as error:
             self._refuse(position, which, row, error)
@@ -222,15 +219,7 @@ class _LaneReader:
         sample_id = self.planner.ids[which].sample_id(row)
         if 0 < tokens <= self.room and tiles <= self.budget.max_tiles:
             return [PlannedFragment(position, sample_id, 0, 1, 0, tokens, 0, tiles, 0, 0, tokens, tiles, loss)]
-        config = self.planner.config
-        fragments = split(
-            self.planner.table.record(which, row, sample_id),
-            position,
-            self.budget,
-            oversize=config.oversize,
-            max_segment_tokens=config.max_seq_length,
-            repeat_system_prompt=config.repeat_system_prompt,
-        )
+        fragments = self.planner.config.cut(self.planner.table.record(which, row, sample_id), position, self.budget)
         fields = Fragment.__dataclass_fields__
         return [PlannedFragment(*(getattr(f, name) for name in fields), tokens, tiles, loss) for f in fragments]
 
@@ -247,17 +236,6 @@ class _LaneReader:
             raise UserError(
                 f"dataset {name!r}: none of its first {self._bad[which]} samples can be used; {sample_id}: {error}"
             )
-
-
-def mixture_of(parts: Sequence[MixturePart], config: PackingConfig, epoch: int) -> Mixture:
-    return Mixture(
-        parts,
-        seed=config.seed,
-        epoch=epoch,
-        shuffle=config.shuffle,
-        replacement=config.replacement,
-        use_data_resampling=config.use_data_resampling,
-    )
 
 
 def lane_path(folder: Path, epoch: int, lane: int) -> Path:
@@ -328,7 +306,7 @@ def plan(planner: Planner, settings: Mapping[str, Any], work: Path, *, epochs: i
     assert num_lanes, "lanes are resolved before planning"
     lanes = [(epoch, lane) for epoch in range(epochs) for lane in range(num_lanes)]
     missing = [(epoch, lane, work) for epoch, lane in lanes if not lane_path(work, epoch, lane).exists()]
-    positions = len(mixture_of(planner.parts, planner.config, 0))
+    positions = len(planner.config.mixture(planner.parts, 0))
     found = len(lanes) - len(missing)
     if found:
         yield min(found * (positions // num_lanes), epochs * positions)

@@ -20,7 +20,7 @@ from .collate import Segment
 from .config import PackingConfig
 from .dataset import PackedDataset
 from .encode.sample import EncodeConfig, Encoded, Encoder
-from .errors import SampleError, UserError, costs_one_sample
+from .errors import SampleError, UserError
 from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
@@ -186,9 +186,7 @@ class PresetLane(LaneStream):
             UserError: it is another one now.
         """
         which, row = self.mixture.locate(fragment.position)
-        source = self.dataset.sources[which]
-        with costs_one_sample(source.origin(row)):
-            encoded = self.dataset.encoder.encode(source.read(row), self.dataset.specs[which])
+        encoded = self.dataset.encoder.load(self.dataset.sources[which], row, self.dataset.specs[which])
         record = encoded.record
         planned = (fragment.sample_id, fragment.sample_tokens, fragment.sample_tiles)
         found = (record.sample_id, record.num_tokens, record.num_tiles)
@@ -267,21 +265,10 @@ class StoredLane(PresetLane):
         number = self._places[fragment.key]
         return self.dataset.store.segment(self._row, number, fragment, data_augment=augment)
 
-    def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
+    def _segment(self, fragment: Fragment, found: Encoded | SampleError, out: np.ndarray) -> Segment:
         assert isinstance(fragment, PlannedFragment)
-        self._release(fragment)
-        last = fragment.position not in self._outstanding
-        which, row = self.mixture.locate(fragment.position)
-        try:
-            with costs_one_sample(f"sample {fragment.sample_id}"):
-                stored = self._read(fragment)
-                tiles = self.dataset.encoder.decode(stored, epoch=self.epoch, out=out)
-        except SampleError as error:
-            if self.ledger.lose(fragment, error.reason, last=last):
-                self._leave(fragment.sample_id, of_fragment(error, fragment), which, row, "decoded")
-            return None
-        self.ledger.pack(fragment, last=last)
-        self._outcomes[which, "decoded", True] += 1
+        stored = self._read(fragment)
+        tiles = self.dataset.encoder.decode(stored, epoch=self.epoch, out=out)
         per_image = tuple(image.grid.num_tiles for image in stored.images)
         place = (fragment.index, fragment.count)
         ids, labels = stored.input_ids, stored.labels

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from .encode.sample import Encoder
-from .errors import SampleError, UserError, costs_one_sample
+from .errors import SampleError, UserError
 from .records import Record, Span
 from .sources import DatasetSpec, Source
 
@@ -72,8 +72,7 @@ class Scanner:
         columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA}
         for row in range(start, stop):
             try:
-                with costs_one_sample(self.sources[which].origin(row)):
-                    record = self.encoder.encode(self.sources[which].read(row), self.specs[which]).record
+                record = self.encoder.load(self.sources[which], row, self.specs[which]).record
             except SampleError as error:
                 values = (REFUSED, 0, 0, 0, [], [], [], error.reason, self._without_folder(which, error.detail))
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from .collate import PackRow, Segment
 from .encode.sample import Encoded
 from .errors import SampleError, UserError, costs_one_sample
 from .loss import IGNORE_INDEX
+from .packing.budget import Budget
 from .packing.packer import LanePacker
-from .packing.split import split
 from .records import Fragment
 from .report.ledger import Ledger
 from .sources.mixture import Mixture
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 ALL_BAD_ROWS = 32  # rows of one dataset in one lane, all bad: nothing in it loads
 
 _buffers = TileBuffers()
+
+
+def plan_sample(
+    dataset: PackedDataset, mixture: Mixture, position: int, budget: Budget
+) -> tuple[Encoded, list[Fragment]]:
+    """The sample at a position of an epoch, encoded and cut.
+
+    Raises:
+        SampleError: whatever goes wrong with it.
+    """
+    which, row = mixture.locate(position)
+    source = dataset.sources[which]
+    encoded = dataset.encoder.load(source, row, dataset.specs[which])
+    with costs_one_sample(partial(source.origin, row)):
+        return encoded, dataset.config.cut(encoded.record, position, budget)
 
 
 class LaneStream:
@@ -63,20 +79,7 @@ class LaneStream:
 
     def _load(self, position: int) -> tuple[Encoded, list[Fragment]]:
         """The sample at a position, encoded and cut. Raises SampleError."""
-        which, row = self.mixture.locate(position)
-        source, spec = self.dataset.sources[which], self.dataset.specs[which]
-        config = self.dataset.config
-        with costs_one_sample(source.origin(row)):
-            encoded = self.dataset.encoder.encode(source.read(row), spec)
-            fragments = split(
-                encoded.record,
-                position,
-                self.budget,
-                oversize=config.oversize,
-                max_segment_tokens=config.max_seq_length,
-                repeat_system_prompt=config.repeat_system_prompt,
-            )
-        return encoded, fragments
+        return plan_sample(self.dataset, self.mixture, position, self.budget)
 
     def _read_next(self, position: int) -> None:
         self.cursor += 1
@@ -153,23 +156,28 @@ class LaneStream:
 
     def _materialise(self, fragment: Fragment, out: np.ndarray) -> Segment | None:
         """A fragment with its pixels, written into `out`, or None (counted) where they cannot be decoded."""
-        encoded = self._release(fragment)
+        found = self._release(fragment)
         last = fragment.position not in self._outstanding
         which, row = self.mixture.locate(fragment.position)
         try:
-            if isinstance(encoded, SampleError):
-                raise encoded
             with costs_one_sample(f"sample {fragment.sample_id}"):
-                tiles = self.dataset.encoder.decode(
-                    encoded, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out
-                )
+                segment = self._segment(fragment, found, out)
         except SampleError as error:
             if self.ledger.lose(fragment, error.reason, last=last):
                 self._leave(fragment.sample_id, of_fragment(error, fragment), which, row, "decoded")
             return None
         self.ledger.pack(fragment, last=last)
         self._outcomes[which, "decoded", True] += 1
-        return make_segment(encoded, fragment, tiles)
+        return segment
+
+    def _segment(self, fragment: Fragment, found: Encoded | SampleError, out: np.ndarray) -> Segment:
+        """The fragment of the sample that was found, its tiles decoded into `out`. Raises SampleError."""
+        if isinstance(found, SampleError):
+            raise found
+        decode = self.dataset.encoder.decode
+        return make_segment(
+            found, fragment, decode(found, fragment.tile_start, fragment.tile_stop, epoch=self.epoch, out=out)
+        )
 
     # -- samples that leave ------------------------------------------------------------------------
 

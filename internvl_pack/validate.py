@@ -16,12 +16,12 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from .config import PackingConfig
 from .encode.sample import Encoder
 from .errors import SampleError, UserError, costs_one_sample
-from .packing.split import split
 from .sources import DatasetSpec, Source
 
 CHUNK_ROWS = 256
@@ -137,18 +137,11 @@ class Checker:
         source, spec = self.sources[which], self.specs[which]
         own_id = None
         try:
-            with costs_one_sample(source.origin(row)):
+            with costs_one_sample(partial(source.origin, row)):
                 raw = source.read(row)
                 own_id = raw.data["id"] if raw.own_id is not None else None
                 encoded = self.encoder.encode(raw, spec)
-                split(
-                    encoded.record,
-                    row,
-                    self._budget,
-                    oversize=self.config.oversize,
-                    max_segment_tokens=self.config.max_seq_length,
-                    repeat_system_prompt=self.config.repeat_system_prompt,
-                )
+                self.config.cut(encoded.record, row, self._budget)
                 if self.decode:
                     self.encoder.check_pixels(encoded)
         except SampleError as error:

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from internvl_pack.dataset import PackedDataset
 from internvl_pack.errors import SampleError
 from internvl_pack.packing.packer import LanePacker
-from internvl_pack.packing.split import split
 from internvl_pack.plan import EpochPlan
+from internvl_pack.stream import plan_sample
 
 logger = logging.getLogger(__name__)
 
@@ -169,18 +169,9 @@ def _pack_some(dataset: PackedDataset) -> dict[str, float]:
     for position in dict.fromkeys(positions):
         if time.monotonic() > deadline and sums["samples"]:
             break
-        which, row = mixture.locate(position)
         sums["read"] += 1
         try:
-            record = dataset.encoder.encode(dataset.sources[which].read(row), dataset.specs[which]).record
-            fragments = split(
-                record,
-                position,
-                budget,
-                oversize=config.oversize,
-                max_segment_tokens=config.max_seq_length,
-                repeat_system_prompt=config.repeat_system_prompt,
-            )
+            _, fragments = plan_sample(dataset, mixture, position, budget)
         except SampleError:
             continue
         sums["samples"] += 1

@@ -120,7 +120,7 @@ def _scan_meta(args: argparse.Namespace) -> Iterator[Length]:
             for row in range(len(source)):
                 bar.update()
                 try:
-                    record = encoder.encode(source.read(row), spec).record
+                    record = encoder.load(source, row, spec).record
                 except SampleError:
                     bad += 1
                     continue

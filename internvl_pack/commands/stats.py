@@ -33,7 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..dataset import check_budget
-    from ..report.stats import gather, mixture_counts, parts_of
+    from ..report.stats import gather
+    from ..sources.mixture import mixture_counts
 
     if args.workers is not None and args.workers < 0:
         raise UserError(f"--workers must be at least 0, not {args.workers}")
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         _prepare(Path(args.out))
     specs, sources, encoder, _ = open_data(args)
     check_budget(config, encoder)
-    positions = sum(mixture_counts(parts_of(specs, sources, config), use_data_resampling=config.use_data_resampling))
+    positions = sum(mixture_counts(config.parts(specs, sources), use_data_resampling=config.use_data_resampling))
     num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
     if args.workers is None and sum(map(len, sources)) < SMALL:
         num_workers = 0

@@ -7,6 +7,7 @@ raw record -> turns (conversation.py) -> parts (chat.py) -> ids and labels (text
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,15 @@ class Encoder:
         return {("force_image_size" if k == "image_size" else k): v for k, v in options.items()} | {
             "tokenizer": self._text.digest
         }
+
+    def load(self, source, row: int, spec) -> Encoded:
+        """Read and encode one row of a sources.Source, that of the sources.DatasetSpec `spec`.
+
+        Raises SampleError, whatever goes wrong with it (see `costs_one_sample`).
+        """
+        with costs_one_sample(partial(source.origin, row)):
+            raw = source.read(row)
+        return self.encode(raw, spec)
 
     def encode(self, raw, spec) -> Encoded:
         """Token ids, labels and image grids of a sample, from its text and its images' headers.

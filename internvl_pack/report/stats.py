@@ -26,7 +26,7 @@ from ..planning import Planner, _LaneReader
 from ..records import Record
 from ..scan import REFUSED, parallel
 from ..sources import DatasetSpec, Source
-from ..sources.mixture import Mixture, MixturePart, mixture_counts
+from ..sources.mixture import MixturePart, mixture_counts
 
 CHUNK_ROWS = 512
 NUM_EXAMPLES = 3
@@ -292,7 +292,7 @@ class Measurer:
         bad = []
         for row in range(start, stop):
             try:
-                encoded = self.encoder.encode(self.sources[which].read(row), self.specs[which])
+                encoded = self.encoder.load(self.sources[which], row, self.specs[which])
             except SampleError as error:
                 lengths[row - start, 0] = REFUSED
                 bad.append((error.reason, error.detail))
@@ -344,7 +344,7 @@ class Table:
 
     def _encode(self, which: int, row: int) -> Record:
         m = self.measurer
-        return m.encoder.encode(m.sources[which].read(row), m.specs[which]).record
+        return m.encoder.load(m.sources[which], row, m.specs[which]).record
 
 
 _UNREADABLE = "unreadable"  # counted by its true reason where rows are measured
@@ -356,9 +356,9 @@ _UNREADABLE = "unreadable"  # counted by its true reason where rows are measured
 class _Reader(_LaneReader):
     """A lane's samples, as many as are planned; refusals are counted and stop nothing."""
 
-    def __init__(self, planner: Planner, mixture: Mixture, lane: int, limit: int | None) -> None:
+    def __init__(self, planner: Planner, lane: int, limit: int | None) -> None:
         super().__init__(planner, 0, lane)
-        self.mixture, self.limit = mixture, limit
+        self.limit = limit
         self.reasons: Counter[str] = Counter()
         self.good = self.split = 0
 
@@ -393,7 +393,7 @@ class Packer:
             balance_reservoir=0 if single else self.config.balance_reservoir,
         )
         planner = Planner(self.table, self.parts, self.table.measurer.sources, config)
-        reader = _Reader(planner, mixture_of(self.parts, config), lane, limit)
+        reader = _Reader(planner, lane, limit)
         budget, out = config.budget(), Prediction(policy)
         for pack in planner._packs(reader):
             tokens = sum(f.num_tokens for f in pack)
@@ -407,33 +407,6 @@ class Packer:
             out.fills[int(FILL_BINS * max(aligned / budget.max_tokens, tiles / budget.max_tiles))] += 1
         out.samples, out.split, out.reasons, out.planned = reader.good, reader.split, reader.reasons, reader.cursor
         return lane, out
-
-
-def mixture_of(parts: Sequence[MixturePart], config: PackingConfig) -> Mixture:
-    """Epoch 0 as training reads it."""
-    return Mixture(
-        parts,
-        seed=config.seed,
-        epoch=0,
-        shuffle=config.shuffle,
-        replacement=config.replacement,
-        use_data_resampling=config.use_data_resampling,
-        shuffle_buffer_size=config.shuffle_buffer_size,
-    )
-
-
-def parts_of(specs: Sequence[DatasetSpec], sources: Sequence[Source], config: PackingConfig) -> tuple[MixturePart, ...]:
-    """The datasets' shares, as `PackedDataset` has them."""
-    return tuple(
-        MixturePart(
-            name=spec.name,
-            num_rows=len(source),
-            repeat_time=spec.repeat_time,
-            weight=spec.weight,
-            block_starts=tuple(map(int, source.block_starts)) if config.shuffle_buffer_size else None,
-        )
-        for spec, source in zip(specs, sources, strict=True)
-    )
 
 
 def _joined(policy: str, lanes: Mapping[int, Prediction], num_lanes: int, num_positions: int) -> Prediction:
@@ -492,7 +465,7 @@ def gather(
         UserError: no samples, the data cannot be gone on with, or a worker was killed.
     """
     measurer = Measurer(sources, specs, encoder)
-    parts = parts_of(specs, sources, config)
+    parts = config.parts(specs, sources)
     counts = mixture_counts(parts, use_data_resampling=config.use_data_resampling)
     if not sum(counts):
         damage = next((str(d) for s in sources for d in s.damage), "all of its files are empty")
