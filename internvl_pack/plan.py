@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .dataset import PackedDataset
 from .errors import SampleError
+from .stream import Contents
 
 EXACT_SAMPLES = 20_000  # samples planned in full, over all epochs: some ten seconds
 ESTIMATE_SAMPLES = 2_000
@@ -21,11 +22,13 @@ class EpochPlan:
         packs: packs of each epoch.
         turns: global packs of each epoch, empty turns of lanes that end early included.
         exact: whether they were counted (undecodable images aside) or estimated.
+        contents: of the first epoch's packs, where counting them told.
     """
 
     packs: tuple[float, ...]
     turns: tuple[int, ...]
     exact: bool
+    contents: Contents | None = None
 
     def steps(self, packs_per_step: int) -> int:
         """Optimizer steps of all epochs, `packs_per_step` = ranks x packs a batch x accumulation."""
@@ -54,12 +57,16 @@ def plan_epochs(
 
 def _count(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], None] | None) -> EpochPlan:
     packs, turns = [], []
+    contents: list[Contents] = []  # of each lane of the first epoch
     for epoch in range(num_epochs):
         mixture = dataset.mixture(epoch)
         counts = []
         for lane in range(dataset.num_lanes):
             stream = dataset.lane_stream(lane, epoch, mixture)
-            counts.append(stream.count_packs())
+            counted = stream.count_packs()
+            counts.append(counted.packs)
+            if not epoch and counted.contents is not None:
+                contents.append(counted.contents)
             if progress:
                 progress(stream.cursor)
         packs.append(sum(counts))
@@ -67,7 +74,8 @@ def _count(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], No
         longest = max(counts)
         last_lane = max(lane for lane, count in enumerate(counts) if count == longest)
         turns.append((longest - 1) * dataset.num_lanes + last_lane + 1 if longest else 0)
-    return EpochPlan(packs=tuple(packs), turns=tuple(turns), exact=True)
+    held = Contents(*map(sum, zip(*contents, strict=True))) if contents else None
+    return EpochPlan(packs=tuple(packs), turns=tuple(turns), exact=True, contents=held)
 
 
 def _estimate(dataset: PackedDataset, num_epochs: int, progress: Callable[[int], None] | None) -> EpochPlan:

@@ -27,7 +27,7 @@ from .records import Fragment
 from .sources import DatasetSpec, RawSample, Source, load_meta, open_source
 from .sources.mixture import Mixture, MixturePart
 from .sources.order import Permutation, derive_seed
-from .stream import LaneStream, of_fragment
+from .stream import Counted, LaneStream, of_fragment
 
 
 class PresetDataset(PackedDataset):
@@ -147,8 +147,8 @@ class PresetLane(LaneStream):
                 return fragments
         return []
 
-    def count_packs(self) -> int:
-        return self.num_packs
+    def count_packs(self) -> Counted:
+        return Counted(self.num_packs)
 
     def _pack(self, turn: int) -> tuple[PlannedFragment, ...]:
         return self.preset.pack(self.planned_epoch, self.lane, turn)

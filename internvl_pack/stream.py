@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
 ALL_BAD_ROWS = 32  # rows of one dataset in one lane, all bad: nothing in it loads
 
 _buffers = TileBuffers()
+
+
+class Contents(NamedTuple):
+    """What some packs hold; parts of a split sample count once as a sample."""
+
+    samples: int
+    tokens: int
+    tiles: int
+
+
+class Counted(NamedTuple):
+    """The length of a lane. `contents` is None where packs are known without looking at what they hold."""
+
+    packs: int
+    contents: Contents | None = None
 
 
 def plan_sample(
@@ -122,14 +137,16 @@ class LaneStream:
         events, self._events = self._events, []
         return PackRow(segments, self.lane, self.turns - 1, self.state_dict(), events, fatal=self._fatal)
 
-    def count_packs(self) -> int:
+    def count_packs(self) -> Counted:
         """Packs to the lane's end, planned without decoding; the stream is used up."""
-        count = 0
+        packs = tokens = tiles = 0
         while pack := self.next_fragments():
-            count += 1
+            packs += 1
             for fragment in pack:
                 self._release(fragment)
-        return count
+                tokens += fragment.num_tokens
+                tiles += fragment.num_tiles
+        return Counted(packs, Contents(self.ledger.samples_waiting, tokens, tiles))
 
     def _release(self, fragment: Fragment) -> Encoded | SampleError:
         """The fragment's sample, or why it is gone; let go after its last fragment."""

@@ -19,9 +19,10 @@ from transformers import InternVLForConditionalGeneration
 from internvl_pack.errors import UserError
 from internvl_pack.model import lora
 from internvl_pack.model.build import build_model
+from internvl_pack.model.original_files import chat_style
 from internvl_pack.model.weight_files import LazyWeights
 from train import finetune
-from train.saving import ADAPTER, Saving, chat_style
+from train.saving import ADAPTER, Saving
 
 pytest.importorskip("peft")
 

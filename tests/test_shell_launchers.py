@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from factory import write_jsonl
+from launched import launcher_settings, made_in
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "shell").glob("*.sh"))
@@ -23,30 +23,7 @@ TINY_OPTIONS += ["--save_strategy", "no", "--warmup_steps", "0", "--report_to", 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
-    from internvl_pack.tiny import save_tiny_checkpoint
-
-    folder = tmp_path_factory.mktemp("launchers")
-    write_jsonl(folder, 40)
-    save_tiny_checkpoint(folder / "model", tokenizer)
-    return folder
-
-
-def settings(made: Path, out: Path, **extra: str) -> dict[str, str]:
-    return {
-        **{k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")},
-        "INTERNVL_PACK_PYTHON": sys.executable,
-        "MODEL": str(made / "model"),
-        "META": str(made / "meta.json"),
-        "OUTPUT_DIR": str(out),
-        "MAX_PACKED_TOKENS": "512",
-        "NUM_IMAGES_EXPECTED": "24",
-        "GLOBAL_PACKS": "4",
-        "WORKERS": "0",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu",
-        **extra,
-    }
+    return made_in(tmp_path_factory.mktemp("launchers"), tokenizer, 40)
 
 
 def free_port() -> int:
@@ -61,7 +38,8 @@ def test_two_nodes_on_loopback_train_as_one_world_and_stop_together_when_one_is_
     command = ["bash", str(ROOT / "shell" / "train_multi_node.sh"), *TINY_OPTIONS, "--log_sample_ids", "True"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [
-        subprocess.Popen(command, env=settings(made, out, NODE_RANK=str(rank), **world), **pipes) for rank in range(2)
+        subprocess.Popen(command, env=launcher_settings(made, out, NODE_RANK=str(rank), **world), **pipes)
+        for rank in range(2)
     ]
     deadline = time.monotonic() + 240
     seen = out / "sample_ids" / "rank00001.jsonl"
@@ -109,7 +87,7 @@ def test_a_slurm_job_is_requeued_when_the_signal_before_its_time_limit_stopped_i
     shutil.copy(ROOT / "shell" / "train_slurm.sh", spool)
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SEEN": str(tmp_path / "srun"), "GPUS": "2", "GPUS_PER_NODE": "2", **env}
     job["PATH"] = f"{tools}:{os.environ['PATH']}"
-    run = subprocess.Popen(["bash", str(spool)], env=settings(tmp_path, tmp_path / "out", **job), cwd=tmp_path)
+    run = subprocess.Popen(["bash", str(spool)], env=launcher_settings(tmp_path, tmp_path / "out", **job), cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "srun.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -168,7 +146,7 @@ def test_a_wrong_setting_is_one_line_and_a_failure(script, env, message, made, t
         env = env | {"HOSTFILE": str(tmp_path / "hosts")}
     command = ["bash", str(ROOT / "shell" / script)]
     done = subprocess.run(
-        command, env=settings(made, tmp_path, **env), capture_output=True, text=True, timeout=60, check=False
+        command, env=launcher_settings(made, tmp_path, **env), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode != 0
     assert message in done.stderr
@@ -176,7 +154,7 @@ def test_a_wrong_setting_is_one_line_and_a_failure(script, env, message, made, t
 
 def test_a_failing_run_keeps_its_exit_status_through_the_log(made, tmp_path):
     command = ["bash", str(ROOT / "shell" / "train_single_node.sh"), "--conv_style", "nonsense", *TINY_OPTIONS]
-    env = settings(made, tmp_path / "run", GPUS="1")
+    env = launcher_settings(made, tmp_path / "run", GPUS="1")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     log = (tmp_path / "run" / "logs" / "train.log").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from factory import write_jsonl
+from launched import losses, made_in, steps_made
 
 from internvl_pack.cli import main as internvl_pack
-from train.sample_log import FOLDER, read_sample_log
+from train.sample_log import read_sample_log
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT = 150
@@ -28,12 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
-    from internvl_pack.tiny import save_tiny_checkpoint
-
-    folder = tmp_path_factory.mktemp("resume")
-    write_jsonl(folder, COUNT)
-    save_tiny_checkpoint(folder / "model", tokenizer)
-    return folder
+    return made_in(tmp_path_factory.mktemp("resume"), tokenizer, COUNT)
 
 
 SHAPE = ("--force_image_size", "56", "--dynamic_image_size", "True", "--max_packed_tokens", "520")
@@ -64,13 +59,6 @@ def wait_for_end(run: subprocess.Popen, out: Path) -> None:
     assert code == 0, out.with_suffix(".log").read_text()[-4000:]
 
 
-def steps_made(out: Path) -> int:
-    path = out / FOLDER / "rank00000.jsonl"
-    if not path.exists():
-        return 0
-    return max((json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")), default=0)
-
-
 def kill_after(run: subprocess.Popen, out: Path, step: int, delay: float) -> None:
     """Kill -9 the launcher and every rank once `step` was made, `delay` seconds later."""
     deadline = time.monotonic() + 240
@@ -81,12 +69,6 @@ def kill_after(run: subprocess.Popen, out: Path, step: int, delay: float) -> Non
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     subprocess.run(["pkill", "-9", "-f", f"output_dir {out} "], check=False)  # ranks have sessions of their own
-
-
-def losses(out: Path) -> dict[int, float]:
-    """Loss by step of the whole run, from the trainer's own state."""
-    state = json.loads((out / "trainer_state.json").read_text())
-    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
 
 @pytest.fixture(scope="module")

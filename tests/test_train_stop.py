@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from factory import write_jsonl
+from launched import launcher_settings, losses, made_in, steps_made
 
 from train import finetune
 from train.environment import INTERRUPTED
 from train.interruption import STOP_FILE, StopRequest
-from train.sample_log import FOLDER, read_sample_log
+from train.sample_log import read_sample_log
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
@@ -41,18 +40,14 @@ OPTIONS = ["--force_image_size", "56", "--dynamic_image_size", "True", "--num_la
 OPTIONS += ["--bf16", "False", "--save_steps", "1000", "--warmup_steps", "0", "--report_to", "none"]
 OPTIONS += ["--grad_checkpoint", "False", "--check_isolation", "False", "--log_sample_ids", "True"]
 OPTIONS += ["--max_steps", str(STEPS), "--lr_scheduler_type", "linear", "--learning_rate", "1e-3"]
+SETTINGS = {"GPUS": "2", "MAX_PACKED_TOKENS": "520"}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
-    from internvl_pack.tiny import save_tiny_checkpoint
-
-    folder = tmp_path_factory.mktemp("stop")
-    write_jsonl(folder, 240)
-    save_tiny_checkpoint(folder / "model", tokenizer)
-    return folder
+    return made_in(tmp_path_factory.mktemp("stop"), tokenizer, 240)
 
 
 def write_tool(path: Path, text: str) -> None:
@@ -61,27 +56,9 @@ def write_tool(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def settings(made: Path, out: Path, **env: str) -> dict[str, str]:
-    return {
-        **{k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")},
-        "INTERNVL_PACK_PYTHON": sys.executable,
-        "MODEL": str(made / "model"),
-        "META": str(made / "meta.json"),
-        "OUTPUT_DIR": str(out),
-        "MAX_PACKED_TOKENS": "520",
-        "NUM_IMAGES_EXPECTED": "24",
-        "GLOBAL_PACKS": "4",
-        "WORKERS": "0",
-        "GPUS": "2",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        **env,
-    }
-
-
 def start(made: Path, out: Path, script: str, *options: str, **env: str) -> subprocess.Popen:
     """A launcher of shell/ on two processes; its output goes to OUT.log."""
-    env = settings(made, out, **env)
+    env = launcher_settings(made, out, **(SETTINGS | env))
     with open(out.with_suffix(".log"), "ab") as log:
         command = ["bash", str(ROOT / "shell" / script), *OPTIONS, *options]
         return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -89,12 +66,6 @@ def start(made: Path, out: Path, script: str, *options: str, **env: str) -> subp
 
 def told(out: Path) -> str:
     return out.with_suffix(".log").read_text()
-
-
-def steps_made(out: Path) -> int:
-    path = out / FOLDER / "rank00000.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
 def wait_for_steps(run: subprocess.Popen, out: Path, more: int) -> int:
@@ -110,17 +81,12 @@ def saved_steps(out: Path) -> list[int]:
     return sorted(int(path.parent.name.partition("-")[2]) for path in out.glob("checkpoint-*/packing_state.json"))
 
 
-def losses(out: Path) -> dict[int, float]:
-    state = json.loads((out / "trainer_state.json").read_text())
-    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
-
-
 def unbroken(made: Path, out: Path) -> None:
     """The same recipe in this process, one rank, without a stop."""
     code = (
         f'. "{ROOT}/shell/lib.sh"; . "{ROOT}/shell/recipe.sh"; finetune_arguments 1; printf "%s\\n" "${{ARGUMENTS[@]}}"'
     )
-    env = settings(made, out)
+    env = launcher_settings(made, out, **SETTINGS)
     words = subprocess.run(
         ["bash", "-c", code], env=env, capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -122,12 +122,13 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.combinations import check_combinations
     from internvl_pack.model.build import build_model
     from internvl_pack.model.kernels import select_kernel
+    from internvl_pack.model.original_files import chat_style
     from train import progress
     from train.callbacks import Epochs, IsolationCheck, PackingReport
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.sample_log import SampleLog
-    from train.saving import Saving, chat_style
+    from train.saving import Saving
     from train.trainer import PackTrainer
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})

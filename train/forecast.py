@@ -1,8 +1,8 @@
 """What packing will do, in one line before the first step, and a warning where it will do little.
 
-A thousand samples of the epoch, evenly apart, are packed as a lane packs them (text and image headers are read, no
-pixels). Their means, with the tail of each lane, give the packs of the epoch, what they hold and how full they are;
-where the epoch was counted, its packs are taken from there. The first real packs are held against it.
+Where the epoch was counted, that told. Else a thousand of its samples, evenly apart, are packed as a lane packs them
+(text and image headers are read, no pixels). Their means, with the tail of each lane, give the packs of the epoch,
+what they hold and how full they are. The first real packs are held against it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping
     """The packs of the first epoch.
 
     Args:
-        plan: the epoch's length, where it is known; its packs are taken where they were counted.
+        plan: the epochs' lengths, where they are known; taken from there where they were counted.
         statistics: of a preset, which knows.
     """
     config = dataset.config
@@ -134,19 +134,16 @@ def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping
         share = plan.packs[0] / statistics["packs"]  # of all the epochs that were planned
         figures = {name: statistics[name] * share for name in ("packs", "samples", "tokens", "tiles")}
         return Packing(**figures, exact=True, **same)
+    if plan is not None and plan.contents is not None:
+        return Packing(packs=plan.packs[0], **plan.contents._asdict(), exact=True, **same)
     seen = _pack_some(dataset)
     good = seen["samples"] / max(1, seen["read"]) * dataset.num_positions
     scale = good / max(1, seen["samples"])
-    if plan is not None and plan.exact:
-        packs = plan.packs[0]
-    elif seen["full_packs"]:
+    if seen["full_packs"]:
         packs = good * seen["full_packs"] / seen["samples_in_full"] + dataset.num_lanes / 2
     else:
         packs = max(seen["packs"] * scale, float(dataset.num_lanes))
-    exact = plan is not None and plan.exact
-    return Packing(
-        packs=packs, samples=good, tokens=seen["tokens"] * scale, tiles=seen["tiles"] * scale, exact=exact, **same
-    )
+    return Packing(packs=packs, samples=good, tokens=seen["tokens"] * scale, tiles=seen["tiles"] * scale, **same)
 
 
 def _pack_some(dataset: PackedDataset) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from internvl_pack.errors import UserError
 from internvl_pack.model import lora, original
-from internvl_pack.model.original_files import local_folder, save_original
+from internvl_pack.model.original_files import config_of, local_folder, save_original
 from internvl_pack.model.packed import PackedModel, inner_names
 from internvl_pack.model.tokenizers import save_tokenizer
 
@@ -104,43 +103,6 @@ class Saving:
 
     def _original_folder(self) -> Path | None:
         """Where the extra files of an original checkpoint come from."""
-        if self.source is None or not original.is_original(_config_of(self.source)):
+        if self.source is None or not original.is_original(config_of(self.source)):
             return None
         return local_folder(self.source)
-
-
-def _config_of(source: str | None) -> dict[str, Any]:
-    """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded."""
-    from transformers import PreTrainedConfig
-
-    config: dict[str, Any] = {}
-    if source is not None:
-        with contextlib.suppress(OSError):
-            config, _ = PreTrainedConfig.get_config_dict(source)
-    return config
-
-
-def chat_style(given: str | None, source: str | None) -> str:
-    """The chat format of a run: the user's, else the one that an original checkpoint was trained with.
-
-    Raises:
-        UserError: the checkpoint's is not known here.
-    """
-    from internvl_pack.encode.chat import known_templates
-
-    default = "internvl2_5"
-    template = original.template_of(_config_of(source))
-    if template is None:
-        return given or default
-    if given is not None:
-        if given != template:
-            logger.warning(
-                "--conv_style %s: the checkpoint was trained with %s (template in its config)", given, template
-            )
-        return given
-    if template not in known_templates():
-        raise UserError(
-            f"--conv_style is missing: the checkpoint was trained with {template!r} (template in its config), which is "
-            f"not known here: choose one of {', '.join(known_templates())}"
-        )
-    return template

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from ..sources import jsonl, shard_index
 from ..sources.index import BadIndexError, read_index
 from ..sources.meta import load_meta
 from ..sources.refs import Stamp, stamp_of
+from ._options import add_workers, num_workers
 
 HELP = "Index the annotation files and shards of a meta file, one index file beside each."
 
@@ -50,18 +50,14 @@ class Piece(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help="meta file (JSON) of the datasets")
-    parser.add_argument(
-        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
-    )
+    add_workers(parser)
     parser.add_argument("--force", action="store_true", help="write anew the indexes that are current, too")
 
 
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    if args.workers is not None and args.workers < 0:
-        raise UserError(f"--workers must be at least 0, not {args.workers}")
-    num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
+    processes = num_workers(args)
     files = data_files(args.meta)
     stale = [file for file in files if args.force or not is_current(file)]
     num_bytes = sum(file.stamp.size for file in stale)
@@ -69,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     num_rows = 0
     with ExitStack() as stack:
         pool: Executor | None = None
-        if num_workers > 0 and stale:
+        if processes > 0 and stale:
             context = multiprocessing.get_context("spawn")  # takes over nothing of this process, such as threads
-            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=context))
+            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context))
         bar = stack.enter_context(tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing"))
-        for indexed, piece_bytes in index_files(stale, pool, in_flight=2 * max(1, num_workers)):
+        for indexed, piece_bytes in index_files(stale, pool, in_flight=2 * max(1, processes)):
             bar.update(piece_bytes)
             if indexed is not None:
                 num_rows += indexed.num_rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..errors import UserError
 from ..packing.offline import OFFLINE_POLICIES
 from ..packing.policies import POLICIES
 from ..packing.split import OVERSIZE
-from .validate import _boolean, _option
+from ._options import add_encoding, add_workers, boolean, encode_config, load_tokenizer, num_workers, option
 
 HELP = "Plan every pack of a run before it starts: writes a preset for finetune.py --packing preset."
 
@@ -24,9 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="DIR", required=True, help="folder of the preset; a plan that was stopped goes on"
     )
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="the model's checkpoint or tokenizer")
-    parser.add_argument(
-        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
-    )
+    add_workers(parser)
     parser.add_argument(
         "--epochs", type=int, default=1, help="epochs to plan; training repeats them in another order (default: 1)"
     )
@@ -37,46 +34,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also write token ids and labels, and the compressed images: training then needs no other data",
     )
     run = parser.add_argument_group("options of the run that is planned; training must have the same")
-    _option(run, "conv_style", str, "internvl2_5", "chat format")
-    _option(run, "force_image_size", int, 448, "side of a tile, pixels")
-    _option(run, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
-    _option(run, "min_dynamic_patch", int, 1, "tiles of an image at least, without the thumbnail")
-    _option(run, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
-    _option(run, "dynamic_image_size", _boolean, False, "cut images into several tiles")
-    _option(run, "use_thumbnail", _boolean, False, "add the whole image as one more tile")
-    _option(run, "max_image_pixels", int, None, "width x height above which an image is refused")
-    _option(run, "allow_truncated_images", _boolean, False, "accept images that are cut off or damaged")
-    _option(run, "apply_exif_orientation", _boolean, True, "turn photographs upright")
-    _option(run, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
-    _option(run, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
-    _option(run, "max_seq_length", int, None, "tokens of one sample at most")
-    _option(run, "oversize", str, defaults.oversize, f"what exceeds a budget: {', '.join(OVERSIZE)}")
-    _option(run, "repeat_system_prompt", _boolean, False, "begin later parts of a split sample with its system turn")
-    _option(run, "max_attention_cost", int, None, "sum of squared sample lengths of a row at most")
-    _option(run, "pad_to_multiple_of", int, 1, "round each sample's share of the budget up to this many tokens")
-    _option(run, "replacement", _boolean, False, "draw samples with replacement")
-    _option(run, "use_data_resampling", _boolean, False, "weigh datasets by the square root of their length")
+    add_encoding(run)
+    option(run, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
+    option(run, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
+    option(run, "max_seq_length", int, None, "tokens of one sample at most")
+    option(run, "oversize", str, defaults.oversize, f"what exceeds a budget: {', '.join(OVERSIZE)}")
+    option(run, "repeat_system_prompt", boolean, False, "begin later parts of a split sample with its system turn")
+    option(run, "max_attention_cost", int, None, "sum of squared sample lengths of a row at most")
+    option(run, "pad_to_multiple_of", int, 1, "round each sample's share of the budget up to this many tokens")
+    option(run, "replacement", boolean, False, "draw samples with replacement")
+    option(run, "use_data_resampling", boolean, False, "weigh datasets by the square root of their length")
     how = parser.add_argument_group("how packs are planned; training takes these from the preset")
     policies = (*POLICIES, *OFFLINE_POLICIES)
-    _option(how, "packing_policy", str, defaults.packing_policy, f"one of {', '.join(policies)}")
-    _option(how, "max_buffer_size", int, defaults.max_buffer_size, "look-ahead, samples a lane")
-    _option(how, "balance_reservoir", int, 0, "packs a lane holds back to even out the ranks' work")
-    _option(how, "num_lanes", int, None, "logical streams; ranks x workers x packs a batch of the training divide them")
-    _option(how, "seed", int, defaults.seed, "of the order")
-    _option(how, "on_error", str, defaults.on_error, "a sample that cannot be used: skip and count it, or stop")
+    option(how, "packing_policy", str, defaults.packing_policy, f"one of {', '.join(policies)}")
+    option(how, "max_buffer_size", int, defaults.max_buffer_size, "look-ahead, samples a lane")
+    option(how, "balance_reservoir", int, 0, "packs a lane holds back to even out the ranks' work")
+    option(how, "num_lanes", int, None, "logical streams; ranks x workers x packs a batch of the training divide them")
+    option(how, "seed", int, defaults.seed, "of the order")
+    option(how, "on_error", str, defaults.on_error, "a sample that cannot be used: skip and count it, or stop")
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..encode.sample import Encoder
     from ..planning import plan_preset
     from ..scan import parquet
     from ..sources import load_meta, open_source
 
-    if args.workers is not None and args.workers < 0:
-        raise UserError(f"--workers must be at least 0, not {args.workers}")
-    num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
+    processes = num_workers(args)
     parquet()  # before anything else is done: is it installed?
     config, policy = _config(args)
-    encoder = _encoder(args)
+    encode = encode_config(args)
+    encoder = Encoder(load_tokenizer(args.tokenizer), encode)
     specs = load_meta(args.meta)
     sources = [open_source(spec) for spec in specs]
     preset = plan_preset(
@@ -87,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
         config,
         policy=policy,
         epochs=args.epochs,
-        num_workers=num_workers,
+        num_workers=processes,
         follow=_follow,
     )
     if args.materialise:
         from ..materialise import materialise
 
         packs = sum(map(sum, preset.content["packs_per_lane"]))
-        _follow("materialising", packs, materialise(preset, sources, specs, encoder, num_workers=num_workers))
+        _follow("materialising", packs, materialise(preset, sources, specs, encoder, num_workers=processes))
     _show(preset)
     return 0
 
@@ -112,40 +100,6 @@ def _config(args: argparse.Namespace) -> tuple[PackingConfig, str | None]:
             raise UserError(f"--balance_reservoir does not go with --packing_policy {policy}: it has no look-ahead")
         return PackingConfig(**options), policy
     return PackingConfig(**options, packing_policy=policy), None
-
-
-def _encoder(args: argparse.Namespace) -> Any:
-    from ..encode.sample import EncodeConfig, Encoder
-    from ..encode.tiles import tokens_per_tile
-
-    limit = args.max_image_pixels
-    encode = EncodeConfig(
-        conv_style=args.conv_style,
-        image_size=args.force_image_size,
-        tokens_per_tile=tokens_per_tile(args.force_image_size, down_sample_ratio=args.down_sample_ratio),
-        min_dynamic_patch=args.min_dynamic_patch,
-        max_dynamic_patch=args.max_dynamic_patch,
-        dynamic_image_size=args.dynamic_image_size,
-        use_thumbnail=args.use_thumbnail,
-        max_image_pixels=EncodeConfig.max_image_pixels if limit is None else limit,
-        allow_truncated_images=args.allow_truncated_images,
-        apply_exif_orientation=args.apply_exif_orientation,
-    )
-    return Encoder(_load_tokenizer(args.tokenizer), encode)
-
-
-def _load_tokenizer(path: str) -> Any:
-    """As finetune.py loads it: that of a bare language model gets the tokens for images."""
-    from ..model.tokenizers import load_tokenizer
-    from ..tiny import IMAGE_TOKENS, OTHER_TOKENS
-
-    try:
-        tokenizer = load_tokenizer(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--tokenizer {path} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if IMAGE_TOKENS[0] not in tokenizer.get_vocab():
-        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
-    return tokenizer
 
 
 def _follow(what: str, total: int, steps: Any) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ._options import boolean, option
 from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
-from .validate import _boolean, _option
 
 HELP = "Show packs as training will get them: texts, tiles, boundaries and loss weights on one page."
 
@@ -44,17 +44,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", required=True, help="the page, one HTML file")
     parser.add_argument("--json", action="store_true", help="print what was shown as one JSON object on the last line")
     add_run_options(parser)
-    _option(
+    option(
         parser,
         "loss_reduction",
         str,
         "token",
         "a supervised token of n weighs 1, 1/n or 1/sqrt(n): token, sample, square",
     )
-    _option(parser, "strict_mode", _boolean, False, "pad each row to the budget")
-    _option(parser, "epoch", int, 0, "whose order is shown")
-    _option(parser, "rank", int, 0, "whose rows are shown")
-    _option(parser, "preset_path", str, None, "rows of a preset that internvl-pack plan wrote")
+    option(parser, "strict_mode", boolean, False, "pad each row to the budget")
+    option(parser, "epoch", int, 0, "whose order is shown")
+    option(parser, "rank", int, 0, "whose rows are shown")
+    option(parser, "preset_path", str, None, "rows of a preset that internvl-pack plan wrote")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from internvl_pack.commands._options import load_tokenizer, option
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import SIZES, CostModel
@@ -27,32 +28,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="CSV file with the columns num_tokens,num_tiles (num_images helps where samples are cut), - for standard "
         "input, or a meta file (JSON), whose images are then read by their headers and texts by --tokenizer",
     )
-    _option(parser, "max_packed_tokens", int, 8192, "token budget of a row")
-    _option(parser, "num_images_expected", int, 40, "tile budget of a row")
-    _option(parser, "max_attention_cost", int, None, "sum of squared sample lengths of a row at most")
-    _option(parser, "pad_to_multiple_of", int, 1, "round each sample's share of the budget up to this many tokens")
-    _option(parser, "buffer_size", int, 64, "look-ahead, samples a lane")
-    _option(parser, "policy", str, "subset_sum", f"one of {', '.join(POLICIES)}")
-    _option(parser, "lanes", int, 1, "lanes that the stream is dealt to")
-    _option(parser, "ranks", int, 64, "ranks that step together, in the comparison of their packs")
-    _option(parser, "reservoir", int, RESERVOIR, "packs a rank holds back in the second comparison")
-    _option(parser, "model_size", str, "1B", f"{' | '.join(SIZES)}, or a model's config.json: what packs cost")
-    _option(parser, "oversize", str, "split", f"what exceeds a budget: {', '.join(OVERSIZE)}")
-    _option(parser, "seed", int, 0, "of the ranks' reshuffled streams")
+    option(parser, "max_packed_tokens", int, 8192, "token budget of a row")
+    option(parser, "num_images_expected", int, 40, "tile budget of a row")
+    option(parser, "max_attention_cost", int, None, "sum of squared sample lengths of a row at most")
+    option(parser, "pad_to_multiple_of", int, 1, "round each sample's share of the budget up to this many tokens")
+    option(parser, "buffer_size", int, 64, "look-ahead, samples a lane")
+    option(parser, "policy", str, "subset_sum", f"one of {', '.join(POLICIES)}")
+    option(parser, "lanes", int, 1, "lanes that the stream is dealt to")
+    option(parser, "ranks", int, 64, "ranks that step together, in the comparison of their packs")
+    option(parser, "reservoir", int, RESERVOIR, "packs a rank holds back in the second comparison")
+    option(parser, "model_size", str, "1B", f"{' | '.join(SIZES)}, or a model's config.json: what packs cost")
+    option(parser, "oversize", str, "split", f"what exceeds a budget: {', '.join(OVERSIZE)}")
+    option(parser, "seed", int, 0, "of the ranks' reshuffled streams")
     parser.add_argument("--suggest", action="store_true", help="try a grid of budgets and say which to use and why")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     meta = parser.add_argument_group("for a meta file")
-    _option(meta, "tokenizer", str, None, "the model's checkpoint or tokenizer")
-    _option(meta, "conv_style", str, "internvl2_5", "chat format")
-    _option(meta, "force_image_size", int, 448, "side of a tile, pixels")
-    _option(meta, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
-    _option(meta, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
-
-
-def _option(group: Any, name: str, kind: Any, default: Any, text: str) -> None:
-    """An option by finetune's name, written with `_` or `-`."""
-    shown = f" (default: {default})" if default is not None else ""
-    group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", type=kind, default=default, help=text + shown)
+    option(meta, "tokenizer", str, None, "the model's checkpoint or tokenizer")
+    option(meta, "conv_style", str, "internvl2_5", "chat format")
+    option(meta, "force_image_size", int, 448, "side of a tile, pixels")
+    option(meta, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
+    option(meta, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +93,6 @@ def _scan_meta(args: argparse.Namespace) -> Iterator[Length]:
         raise UserError(f"{args.lengths} is a meta file: its texts are counted with a tokenizer, give --tokenizer PATH")
     from tqdm import tqdm
 
-    from internvl_pack.commands.plan import _load_tokenizer
     from internvl_pack.encode.sample import EncodeConfig, Encoder
     from internvl_pack.encode.tiles import tokens_per_tile
     from internvl_pack.sources import load_meta, open_source
@@ -106,7 +100,7 @@ def _scan_meta(args: argparse.Namespace) -> Iterator[Length]:
     specs = load_meta(args.lengths)
     sources = [open_source(spec) for spec in specs]
     encoder = Encoder(
-        _load_tokenizer(args.tokenizer),
+        load_tokenizer(args.tokenizer),
         EncodeConfig(
             conv_style=args.conv_style,
             image_size=args.force_image_size,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ._options import add_workers, num_workers, option
 from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
-from .validate import _option
 
 HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
 
@@ -24,11 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help="meta file (JSON) of the datasets")
     parser.add_argument("--out", metavar="DIR", help="write plots (PNG) and one self-contained page, stats.html")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    parser.add_argument(
-        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
-    )
+    add_workers(parser)
     add_run_options(parser)
-    _option(parser, "gradient_accumulation_steps", int, 1, "rows of a rank that share an optimizer step")
+    option(parser, "gradient_accumulation_steps", int, 1, "rows of a rank that share an optimizer step")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from ..report.stats import gather
     from ..sources.mixture import mixture_counts
 
-    if args.workers is not None and args.workers < 0:
-        raise UserError(f"--workers must be at least 0, not {args.workers}")
+    num_workers(args)  # a mistake is told before anything is opened
     check_at_least(args, 1, "gradient_accumulation_steps")
     config = packing_config(args)
     if args.out:
@@ -45,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     specs, sources, encoder, _ = open_data(args)
     check_budget(config, encoder)
     positions = sum(mixture_counts(config.parts(specs, sources), use_data_resampling=config.use_data_resampling))
-    num_workers = min(8, os.cpu_count() or 1) if args.workers is None else args.workers
-    if args.workers is None and sum(map(len, sources)) < SMALL:
-        num_workers = 0
+    processes = num_workers(args, small=sum(map(len, sources)) < SMALL)
     with tempfile.TemporaryDirectory(prefix="internvl-pack-stats-") as folder:
         stats = gather(
             specs,
@@ -57,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             folder=Path(folder),
             num_lanes=lanes_of(args, positions),
             packs_per_step=args.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            num_workers=num_workers,
+            num_workers=processes,
             follow=_follow,
         )
     result = stats.as_json() | {"meta": args.meta, "tokenizer": args.tokenizer}

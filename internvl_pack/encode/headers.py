@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -125,17 +125,20 @@ def _parser_of(name: str, head: bytes) -> Callable[[bytes], Header]:
         return _png
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return _webp
-    for signature, offset, pillow_name in _OTHERS:
-        if head.startswith(signature, offset):
-            return lambda data: _by_pillow(name, pillow_name, data)
+    if (pillow_name := _found(_OTHERS, head)) is not None:
+        return lambda data: _by_pillow(name, pillow_name, data)
     raise SampleError("image_not_an_image", f"{name} is in no known image format: it {_looks(head)}")
+
+
+def _found(table: Iterable[tuple[bytes, int, str]], head: bytes) -> str | None:
+    """What a table of (signature, its offset, value) says of the file that begins so."""
+    return next((value for signature, offset, value in table if head.startswith(signature, offset)), None)
 
 
 def _looks(head: bytes) -> str:
     """What a file that is no image seems to be, for the message."""
-    for signature, offset, words in _KNOWN_OTHERWISE:
-        if head.startswith(signature, offset):
-            return words
+    if (words := _found(_KNOWN_OTHERWISE, head)) is not None:
+        return words
     if head.lstrip()[:1] in (b"<", b"{"):
         return "looks like a web page or text"
     if all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:64]):

@@ -48,6 +48,43 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def config_of(source: str | Path | None) -> dict[str, Any]:
+    """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded."""
+    from transformers import PreTrainedConfig
+
+    config: dict[str, Any] = {}
+    if source is not None:
+        with contextlib.suppress(OSError):
+            config, _ = PreTrainedConfig.get_config_dict(source)
+    return config
+
+
+def chat_style(given: str | None, source: str | None) -> str:
+    """The chat format of a run: the user's, else the one that an original checkpoint was trained with.
+
+    Raises:
+        UserError: the checkpoint's is not known here.
+    """
+    from ..encode.chat import known_templates
+
+    default = "internvl2_5"
+    template = original.template_of(config_of(source))
+    if template is None:
+        return given or default
+    if given is not None:
+        if given != template:
+            logger.warning(
+                "--conv_style %s: the checkpoint was trained with %s (template in its config)", given, template
+            )
+        return given
+    if template not in known_templates():
+        raise UserError(
+            f"--conv_style is missing: the checkpoint was trained with {template!r} (template in its config), which is "
+            f"not known here: choose one of {', '.join(known_templates())}"
+        )
+    return template
+
+
 def local_folder(name: str | Path) -> Path:
     """A checkpoint's folder; that of a hub name is downloaded, or found in the cache where the hub is off.
 

@@ -34,12 +34,9 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedConfig
 
     from .original import is_original
+    from .original_files import config_of
 
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(path)
-    except OSError:
-        config = {}  # a tokenizer alone
-    if not is_original(config):
+    if not is_original(config_of(path)):  # a tokenizer alone has none
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not Path(path).is_dir():
         path = _download(str(path))

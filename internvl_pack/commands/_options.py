@@ -1,0 +1,137 @@
+"""Options that several commands have: finetune.py's names and defaults, and what is made of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..errors import SampleError, UserError
+from ..sources import Source
+
+TOKENIZER_TEXTS = 2000
+"""Texts of the data that a stand-in for the model's tokenizer is built from."""
+
+
+def option(group: Any, name: str, kind: Any, default: Any, text: str) -> None:
+    """An option by finetune's name, written with `_` or `-`."""
+    shown = f" (default: {default})" if default is not None else ""
+    group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, help=text + shown)
+
+
+def flag(group: Any, name: str, text: str) -> None:
+    """One that is False, and True where it is given without a value."""
+    group.add_argument(
+        f"--{name}", f"--{name.replace('_', '-')}", type=boolean, nargs="?", const=True, default=False, help=text
+    )
+
+
+def boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"give True or False, not {text!r}")
+    return values[text.lower()]
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
+    )
+
+
+def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
+    """Processes to use, none by default where the work is `small`: starting them takes longer.
+
+    Raises:
+        UserError: fewer than none.
+    """
+    if args.workers is None:
+        return 0 if small else min(8, os.cpu_count() or 1)
+    if args.workers < 0:
+        raise UserError(f"--workers must be at least 0, not {args.workers}")
+    return args.workers
+
+
+def add_encoding(group: Any, *, conv_style: str | None = "internvl2_5", cut: bool = False) -> None:
+    """How samples become tokens and tiles.
+
+    Args:
+        conv_style: its default; None leaves it to the checkpoint.
+        cut: whether images are cut into tiles, with a thumbnail, by default.
+    """
+    text = "chat format" if conv_style else "chat format (default: the checkpoint's `template`, else internvl2_5)"
+    option(group, "conv_style", str, conv_style, text)
+    option(group, "force_image_size", int, 448, "side of a tile, pixels")
+    option(group, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
+    option(group, "min_dynamic_patch", int, 1, "tiles of an image at least, without the thumbnail")
+    option(group, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
+    option(group, "dynamic_image_size", boolean, cut, "cut images into several tiles")
+    option(group, "use_thumbnail", boolean, cut, "add the whole image as one more tile")
+    option(group, "min_num_frame", int, 8, "frames of a video at least")
+    option(group, "max_num_frame", int, 32, "frames of a video at most")
+    option(group, "max_image_pixels", int, None, "width x height above which an image is refused")
+    flag(group, "allow_truncated_images", "accept images that are cut off or damaged")
+    option(group, "apply_exif_orientation", boolean, True, "turn photographs upright")
+
+
+def encode_config(args: argparse.Namespace, conv_style: str | None = None) -> Any:
+    """The `EncodeConfig` of `add_encoding`'s options; a chat format left open is `conv_style`'s."""
+    from ..encode.sample import EncodeConfig
+    from ..encode.tiles import tokens_per_tile
+
+    limit = args.max_image_pixels
+    return EncodeConfig(
+        conv_style=args.conv_style or conv_style or EncodeConfig.conv_style,
+        image_size=args.force_image_size,
+        tokens_per_tile=tokens_per_tile(args.force_image_size, down_sample_ratio=args.down_sample_ratio),
+        min_dynamic_patch=args.min_dynamic_patch,
+        max_dynamic_patch=args.max_dynamic_patch,
+        dynamic_image_size=args.dynamic_image_size,
+        use_thumbnail=args.use_thumbnail,
+        min_num_frame=args.min_num_frame,
+        max_num_frame=args.max_num_frame,
+        max_image_pixels=EncodeConfig.max_image_pixels if limit is None else limit,
+        allow_truncated_images=args.allow_truncated_images,
+        apply_exif_orientation=args.apply_exif_orientation,
+    )
+
+
+def load_tokenizer(path: str) -> Any:
+    """As finetune.py loads it: that of a bare language model gets the tokens for images.
+
+    Raises:
+        UserError: there is none.
+    """
+    from ..model import tokenizers
+    from ..tiny import IMAGE_TOKENS, OTHER_TOKENS
+
+    try:
+        tokenizer = tokenizers.load_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--tokenizer {path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if IMAGE_TOKENS[0] not in tokenizer.get_vocab():
+        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
+    return tokenizer
+
+
+def stand_in_tokenizer(sources: Sequence[Source]) -> Any:
+    """A small one built from the data: counts differ from the model's."""
+    from ..tiny import tiny_tokenizer
+
+    return tiny_tokenizer(_texts(sources), vocab_size=1024)
+
+
+def _texts(sources: Sequence[Source]) -> Iterator[str]:
+    """Some texts of each dataset, of records that can be read."""
+    for source in sources:
+        rows = max(1, TOKENIZER_TEXTS // len(sources))
+        for row in range(0, len(source), max(1, len(source) // rows)):
+            try:
+                turns = source.read(row).data.get("conversations")
+            except SampleError:
+                continue
+            for turn in turns if isinstance(turns, list) else ():
+                text = turn.get("value") if isinstance(turn, dict) else None
+                if isinstance(text, str):
+                    yield text[:2000]
