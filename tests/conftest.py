@@ -21,6 +21,7 @@ def logs_reach_the_tests():
     """`finetune` takes the logs for itself; a test after it in the same process wants to see them again."""
     for name in ("internvl_pack", "train"):
         logging.getLogger(name).propagate = True
+        logging.getLogger(name).setLevel(logging.NOTSET)  # a rank but the first tells errors alone
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def _free_port() -> int:
 
 
 def set_up_logging() -> None:
-    """Our own log on stderr: everything on the first rank, warnings elsewhere."""
+    """Our own log on stderr: everything on the first rank, errors elsewhere."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("internvl_pack", "train"):
