@@ -79,6 +79,8 @@ class PackingConfig:
                     "shuffle_buffer_size with replacement: samples that are drawn anew each time lie anywhere; leave "
                     "one of the two out"
                 )
+        if self.num_lanes is not None and self.num_lanes < 1:
+            raise UserError(f"num_lanes is {self.num_lanes}: give at least 1, or leave it out")
         if not 0.0 <= self.max_bad_fraction <= 1.0:
             raise UserError(f"max_bad_fraction is {self.max_bad_fraction}: give a share between 0 and 1")
         self.budget()

@@ -167,6 +167,11 @@ WITH_A_MODEL = [
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--num_images_expected", "0"], "num_images_expected is 0"),
     (["--num_lanes", "3", "--per_device_train_batch_size", "2"], "num_lanes 3 is not divisible"),
+    (["--num_lanes", "0"], "num_lanes is 0: give at least 1"),
+    (
+        ["--freeze_backbone", "True", "--unfreeze_vit_layers", "2"],
+        "--unfreeze_vit_layers 2: the vision tower has layers",
+    ),
     (["--eval_strategy", "steps"], "needs --eval_meta_path"),
     (["--freeze_llm", "True", "--freeze_backbone", "True", "--freeze_mlp", "True"], "nothing is left to train"),
 ]

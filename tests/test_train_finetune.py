@@ -205,3 +205,19 @@ def test_a_fresh_run_begins_the_list_anew(tmp_path):
     Quarantine(FakeLoader([event("a")]), tmp_path, resumed=False).flush()
     Quarantine(FakeLoader([event("b")]), tmp_path, resumed=False).flush()
     assert [e["id"] for e in quarantined(tmp_path)] == ["b"]
+
+
+def test_a_held_out_sample_that_cannot_be_used_is_named(train, made, tmp_path, capsys):
+    options = ("--use_packed_ds", "True", "--max_steps", "1", "--save_strategy", "no", "--do_eval", "True")
+    assert train(*options, "--eval_meta_path", str(made / "meta.json")) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("held-out sample")]
+    assert line.startswith(f"held-out sample {quarantined(tmp_path)[0]['id']} is left out: image_not_an_image: ")
+
+
+def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(train, tmp_path, capsys):
+    options = ("--use_packed_ds", "True", "--save_steps", "1", "--save_only_model")
+    assert train(*options, "True", "--max_steps", "1") == 0
+    checkpoint = tmp_path / "checkpoint-1"
+    assert (checkpoint / "model.safetensors").exists() and not (checkpoint / "packing_state.json").exists()
+    assert train(*options, "False", "--max_steps", "2", "--resume_from_checkpoint", str(checkpoint)) == 2
+    assert "packing_state.json is missing" in capsys.readouterr().err

@@ -7,13 +7,18 @@ longer than the budget is split, and its later parts see less context: give budg
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from internvl_pack.collate import FILLER_ID, PAD_ID, row_boundaries
+
+logger = logging.getLogger(__name__)
+
+MAX_TOLD = 20  # samples that are named in the log
 
 SampleSums = dict[str, tuple[float, int]]  # sample id -> (sum of cross-entropy in nats, number of targets)
 
@@ -61,6 +66,14 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
         f"{prefix}_tokens": float(sum(number for _, _, number in ordered)),
     }
     return {f"{prefix}_loss_{name}": _mean(pairs) for name, pairs in by_dataset.items()} | out
+
+
+def tell_left_out(events: Sequence[Mapping[str, Any]]) -> None:
+    """Say which held-out samples are in no figure, and why: the first of them by name."""
+    for event in events[:MAX_TOLD]:
+        logger.warning("held-out sample %s is left out: %s: %s", event["id"], event["reason"], event["detail"])
+    if len(events) > MAX_TOLD:
+        logger.warning("and %d more held-out samples", len(events) - MAX_TOLD)
 
 
 def _dataset_of(sample_id: str, datasets: Sequence[str]) -> str | None:

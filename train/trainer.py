@@ -37,7 +37,7 @@ from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
-from .evaluation import SampleSums, add_sample_losses, figures, merge_sums
+from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
 from .interruption import StopRequest
 from .sample_log import batch_ids
@@ -326,10 +326,12 @@ class PackTrainer(Trainer):
                     outputs = model(**self._prepare_inputs(batch))
                 add_sample_losses(sums, batch, outputs.target_losses, outputs.target_positions)
         model.train(was_training)
+        found = [(sums, self.eval_loader.take_events())]
         if self._world_size > 1:
-            parts: list[Any] = [None] * self._world_size
-            dist.all_gather_object(parts, sums, group=self._cpu_group())
-            sums = merge_sums(parts)
+            found = [found[0]] * self._world_size
+            dist.all_gather_object(found, found[0], group=self._cpu_group())
+        sums = merge_sums([part for part, _ in found])
+        tell_left_out([event for _, events in found for event in events])
         names = [spec.name for spec in self.eval_loader.packed_dataset.specs]
         metrics = figures(sums, names, metric_key_prefix)
         self.log(metrics)
@@ -352,6 +354,8 @@ class PackTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        if self.args.save_only_model:
+            return  # nothing to go on from: it must not look complete
         states: list[Any] = [self.loader.state_dict()]
         if self._world_size > 1:
             states = [None] * self._world_size

@@ -58,8 +58,6 @@ def packing_config(args: argparse.Namespace) -> PackingConfig:
         raise UserError(f"--packing_policy {args.packing_policy} is unknown: use one of {', '.join(POLICIES)}")
     check_at_least(args, 1, "ranks", "per_device_train_batch_size", "pad_seq_to_mult")
     check_at_least(args, 0, "dataloader_num_workers")
-    if args.num_lanes is not None:
-        check_at_least(args, 1, "num_lanes")
     names = PackingConfig.__dataclass_fields__
     options = {name: value for name, value in vars(args).items() if name in names}
     options["pad_to_multiple_of"] = (

@@ -271,6 +271,11 @@ def freeze(
     if freeze_mlp:
         projector.requires_grad_(False)
     if unfreeze_vit_layers:
+        if unfreeze_vit_layers >= len(vision.encoder.layer):
+            raise UserError(
+                f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to "
+                f"{len(vision.encoder.layer) - 1}"
+            )
         for layer in vision.encoder.layer[unfreeze_vit_layers:]:
             layer.requires_grad_(True)
     for layer in unused_vision_layers(packed):
