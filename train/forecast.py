@@ -201,7 +201,7 @@ class FirstPacks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         told, total = self.trainer.forecast, self.trainer.metrics.here
-        if self.done or told is None or total.get("num_packs", 0.0) < min(FIRST_PACKS, 0.5 * told.packs):
+        if self.done or told is None or total.get("num_packs", 0.0) < min(FIRST_PACKS, told.packs):
             return
         self.done = True
         came = Packing(
