@@ -1,0 +1,147 @@
+"""What sequence parallelism asks of a run, checked before it starts; pure functions.
+
+Each raises a UserError of one line that names the options to change.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import UserError
+
+MODES = ("ulysses", "ring")
+
+#: Kernels that give the log-sum-exp of a block and take it back in the gradient, which ring attention needs.
+RING_KERNELS = ("flash_attn", "sdpa")
+
+
+def check_mode(mode: str) -> None:
+    """Raises UserError for an unknown mode."""
+    if mode not in MODES:
+        raise UserError(f"--sequence_parallel_mode {mode!r} is unknown: use {' or '.join(MODES)}")
+
+
+def check_world(world_size: int, sequence_parallel_size: int) -> None:
+    """Raises UserError unless groups of `sequence_parallel_size` ranks cover the `world_size` ranks."""
+    if sequence_parallel_size < 1:
+        raise UserError(f"--sequence_parallel_size {sequence_parallel_size}: give 1 (off) or more ranks a row")
+    if world_size % sequence_parallel_size:
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} does not divide the run's {world_size} processes: "
+            "set it to a divisor, or start another number of processes"
+        )
+
+
+def check_heads(heads: int, kv_heads: int, sequence_parallel_size: int, mode: str) -> str | None:
+    """Whether the attention heads can be spread over the ranks; ring takes any number.
+
+    Returns:
+        what to say in the log where key/value heads are repeated, else None.
+
+    Raises:
+        UserError: Ulysses with a number of ranks that does not divide the query heads.
+    """
+    if mode != "ulysses" or sequence_parallel_size == 1:
+        return None
+    if heads % sequence_parallel_size:
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} does not divide the language model's {heads} attention "
+            "heads, which --sequence_parallel_mode ulysses spreads over the ranks: set it to a divisor, or use "
+            "--sequence_parallel_mode ring"
+        )
+    copies = kv_copies(heads, kv_heads, sequence_parallel_size)
+    if copies == 1:
+        return None
+    return (
+        f"sequence parallelism: the {kv_heads} key/value heads are repeated {copies} times for "
+        f"{sequence_parallel_size} ranks"
+    )
+
+
+def kv_copies(heads: int, kv_heads: int, sequence_parallel_size: int) -> int:
+    """How often each key/value head must be repeated, in place, so that the ranks share the copies evenly.
+
+    Rank r then holds query heads [r * Hq / n, ...) and the copies they read. 28 query and 4 key/value heads:
+    1 for 2 or 4 ranks, 7 for 7, 14 or 28.
+    """
+    group = heads // kv_heads
+    return next(m for m in range(1, group + 1) if group % m == 0 and kv_heads * m % sequence_parallel_size == 0)
+
+
+def token_multiple(sequence_parallel_size: int, mode: str, pad_to_multiple_of: int = 1) -> int:
+    """What the token budget must be a multiple of: N for Ulysses, 2 N for ring, with `pad_to_multiple_of` the lcm.
+
+    With ring every segment is padded to this multiple too, so that each rank has a first and a second part of it;
+    with Ulysses only the row is.
+    """
+    own = sequence_parallel_size * (2 if mode == "ring" and sequence_parallel_size > 1 else 1)
+    return math.lcm(own, pad_to_multiple_of)
+
+
+def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str, pad_to_multiple_of: int = 1) -> None:
+    """Raises UserError unless a full row can be cut evenly."""
+    if sequence_parallel_size == 1:
+        return
+    multiple = token_multiple(sequence_parallel_size, mode, pad_to_multiple_of)
+    if max_packed_tokens % multiple == 0:
+        return
+    also = f" and --pad_to_multiple_of {pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""
+    near = max(1, round(max_packed_tokens / multiple)) * multiple
+    raise UserError(
+        f"--max_packed_tokens {max_packed_tokens} is no multiple of {multiple}, which --sequence_parallel_size "
+        f"{sequence_parallel_size} in {mode} mode{also} needs: use {near}"
+    )
+
+
+def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
+    """Raises UserError where ring attention has no blocks of this kernel (by its name, not "auto")."""
+    if sequence_parallel_size == 1 or mode != "ring" or kernel in RING_KERNELS:
+        return
+    raise UserError(
+        f"--attn_kernel {kernel} with --sequence_parallel_mode ring: it does not attend to parts of a segment; use "
+        f"--attn_kernel {' or '.join(RING_KERNELS)}, or --sequence_parallel_mode ulysses"
+    )
+
+
+def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> None:
+    """Raises UserError for sliding-window layers with ring attention: a window cuts each block differently."""
+    if sequence_parallel_size == 1 or mode != "ring":
+        return
+    layers = getattr(text_config, "layer_types", None) or ()
+    window = getattr(text_config, "sliding_window", None)
+    if window and ("sliding_attention" in layers or not layers):
+        raise UserError(
+            f"--sequence_parallel_mode ring with a language model of sliding windows ({window} tokens): use "
+            "--sequence_parallel_mode ulysses"
+        )
+
+
+def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
+    """Raises UserError for padded batches: only a packed row is cut."""
+    if sequence_parallel_size > 1 and not use_packed_ds:
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} with --use_packed_ds False: only packed rows are cut; "
+            "set --use_packed_ds True or --sequence_parallel_size 1"
+        )
+
+
+def check_model(text_config: Any, sequence_parallel_size: int, mode: str) -> list[str]:
+    """All that can be said of a model whose attention is set up (`_attn_implementation`).
+
+    Returns:
+        lines for the log.
+
+    Raises:
+        UserError: the first thing that does not go.
+    """
+    from ..model.kernels import KERNELS
+
+    check_mode(mode)
+    kernel = next(k.name for k in KERNELS.values() if k.implementation == text_config._attn_implementation)
+    check_kernel(kernel, sequence_parallel_size, mode)
+    check_window(text_config, sequence_parallel_size, mode)
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    line = check_heads(heads, kv_heads, sequence_parallel_size, mode)
+    return [line] if line else []
