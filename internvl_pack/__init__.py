@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from .collate import packed_collate_fn, padded_collate_fn
     from .config import PackingConfig
     from .dataset import PackedDataset
+    from .encode.chat import ChatML, register_template
     from .encode.sample import EncodeConfig, Encoder
     from .errors import SampleError, UserError
     from .in_batch import in_batch_collate_fn
     from .loader import PackLoader, build_loader, merge_states
     from .preset_dataset import PresetDataset
+    from .sources import ImageRef, RawSample, Source, register_source
+    from .sources.hf import DatasetSource
 
 __version__ = "0.1.0"
 
@@ -40,22 +43,36 @@ _HOMES = {
     "merge_states": "loader",
     "PresetDataset": "preset_dataset",
     "in_batch_collate_fn": "in_batch",
+    "ChatML": "encode.chat",
+    "register_template": "encode.chat",
+    "DatasetSource": "sources.hf",
+    "ImageRef": "sources",
+    "RawSample": "sources",
+    "Source": "sources",
+    "register_source": "sources",
 }
 
 __all__ = [
+    "ChatML",
+    "DatasetSource",
     "EncodeConfig",
     "Encoder",
+    "ImageRef",
     "PackLoader",
     "PackedDataset",
     "PackingConfig",
     "PresetDataset",
+    "RawSample",
     "SampleError",
+    "Source",
     "UserError",
     "build_loader",
     "in_batch_collate_fn",
     "merge_states",
     "packed_collate_fn",
     "padded_collate_fn",
+    "register_source",
+    "register_template",
 ]
 
 

@@ -186,6 +186,8 @@ class PackedDataset(IterableDataset):
         """What the order depends on of a dataset. Its folder is not: data may be moved."""
         files = spec.shards or ([spec.annotation] if spec.annotation else [])
         names = "\n".join(os.path.basename(path) for path in files)
+        of_files = os.path.basename(files[0]) if len(files) == 1 else hashlib.sha256(names.encode()).hexdigest()[:16]
+        source = next(s for s, p in zip(self.sources, self.parts, strict=True) if p is part)
         return {
             "name": part.name,
             "rows": part.num_rows,
@@ -193,7 +195,7 @@ class PackedDataset(IterableDataset):
             "weight": part.weight,
             "max_dynamic_patch": spec.max_dynamic_patch,
             "data_augment": spec.data_augment,
-            "files": os.path.basename(files[0]) if len(files) == 1 else hashlib.sha256(names.encode()).hexdigest()[:16],
+            "files": source.fingerprint or of_files,
         }
 
 

@@ -136,7 +136,7 @@ def data_facts(specs: Sequence[DatasetSpec], sources: Sequence[Source], encoder:
             "weight": spec.weight,
             "max_dynamic_patch": spec.max_dynamic_patch,
             "data_augment": spec.data_augment,
-            "content": content_digest(spec),
+            "content": source.fingerprint or content_digest(spec),
         }
         for spec, source in zip(specs, sources, strict=True)
     ]

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from internvl_pack.errors import SampleError, UserError
+from internvl_pack.plugins import load_plugins
 
 #: The system turn that InternVL2.5 and 3 were trained with (37 tokens with its frame in the Qwen2.5 vocabulary).
 INTERNVL2_5_SYSTEM_PROMPT = (
@@ -70,11 +71,14 @@ def register_template(conv_style: str) -> Callable:
 
 
 def known_templates() -> tuple[str, ...]:
+    load_plugins()
     return tuple(sorted(_TEMPLATES))
 
 
 def make_template(conv_style: str, tokenizer) -> ChatTemplate:
     """Build the template of a `conv_style`; UserError for an unknown name or an unsuitable tokenizer."""
+    if conv_style not in _TEMPLATES:
+        load_plugins()
     if conv_style not in _TEMPLATES:
         raise UserError(f"conv_style is {conv_style!r}: choose one of {', '.join(known_templates())}")
     return _TEMPLATES[conv_style](tokenizer)

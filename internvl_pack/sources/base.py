@@ -77,6 +77,11 @@ class Source(ABC):
         return ()
 
     @property
+    def fingerprint(self) -> str | None:
+        """What tells this data from other data of as many rows, for sources that are no files; a resume compares it."""
+        return None
+
+    @property
     def block_starts(self) -> Sequence[int]:
         """First rows of the runs of rows that lie together on disk (shards), ending with `len(self)`."""
         return (0, len(self))

@@ -9,7 +9,8 @@ import math
 import os
 import stat
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
@@ -17,7 +18,18 @@ from .refs import is_remote, system_path
 
 logger = logging.getLogger(__name__)
 
-KEYS = ("root", "annotation", "shards", "data_augment", "repeat_time", "weight", "max_dynamic_patch", "length")
+KEYS = (
+    "root",
+    "annotation",
+    "shards",
+    "source",
+    "options",
+    "data_augment",
+    "repeat_time",
+    "weight",
+    "max_dynamic_patch",
+    "length",
+)
 MAX_META_BYTES = 64 << 20
 MAX_SHARDS = 1_000_000
 
@@ -37,6 +49,8 @@ class DatasetSpec:
         max_dynamic_patch: this dataset's limit of tiles an image instead of the run's.
         length: what the meta file claims; only compared with the real count.
         meta_file: the meta file, for messages.
+        source: a registered kind of source instead of `annotation` and `shards`; see `register_source`.
+        options: what its factory is called with.
     """
 
     name: str
@@ -49,6 +63,8 @@ class DatasetSpec:
     max_dynamic_patch: int | None = None
     length: int | None = None
     meta_file: str = ""
+    source: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
@@ -142,7 +158,15 @@ def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
     _check_keys(where, entry)
     annotation = _text(where, entry, "annotation")
     patterns = _patterns(where, entry)
-    if (annotation is None) == (patterns is None):
+    source = _text(where, entry, "source")
+    options = entry.get("options", {})
+    if not isinstance(options, dict):
+        raise UserError(f"{where}: 'options' must be an object, found {_kind(options)}")
+    if source is None and "options" in entry:
+        raise UserError(f"{where}: 'options' belong to a 'source', which is not given")
+    if source is not None and (annotation is not None or patterns is not None or entry.get("root")):
+        raise UserError(f"{where}: 'source' stands alone: leave out 'annotation', 'shards' and 'root'")
+    if source is None and (annotation is None) == (patterns is None):
         found = "both 'annotation' and 'shards'" if annotation is not None else "neither 'annotation' nor 'shards'"
         raise UserError(f"{where}: {found}: give exactly one of them")
     folder = os.path.dirname(meta_file)
@@ -160,6 +184,8 @@ def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
         max_dynamic_patch=_count(where, entry, "max_dynamic_patch", at_least=1),
         length=_count(where, entry, "length", at_least=0),
         meta_file=meta_file,
+        source=source,
+        options=options,
     )
 
 
