@@ -551,14 +551,12 @@ def test_decoding_keeps_to_its_memory():
 
 def test_the_scale_of_a_ragged_picture_gives_the_wanted_size():
     """torch rounds `input * scale` down; any size and scale must come out at the target."""
-    from types import SimpleNamespace
-
     draw = random.Random(0)
     for _ in range(20_000):
         target, scale = draw.choice((56, 448, 1344, 5376)), draw.choice((2, 4, 8))
         width = draw.randint(int(1.5 * scale * target), 100_000)
         stored = -(-width // scale)
-        _, factor = _factors(SimpleNamespace(), 1, target, (width / scale, width / scale))
+        _, factor = _factors(1, target, (width / scale, width / scale))
         assert int(stored * factor) == target
 
 

@@ -30,7 +30,7 @@ def turns_of(data: Mapping) -> list[tuple[str, str]]:
     conversation = data.get("conversations")
     if not isinstance(conversation, list) or not conversation:
         raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
-    turns = []
+    turns: list[tuple[str, str]] = []
     for number, turn in enumerate(conversation, 1):
         if not isinstance(turn, dict):
             raise SampleError(
@@ -100,7 +100,7 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
     return [Turn(role, tuple(text.split(PLACEHOLDER)) if role == "human" else (text,)) for role, text in turns]
 
 
-def _text_of(value, number: int) -> str:
+def _text_of(value: object, number: int) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -108,12 +108,12 @@ def _text_of(value, number: int) -> str:
     raise SampleError("turn_value_not_text", f"turn {number} has {_kind(value)} instead of text")
 
 
-def _kind(value) -> str:
+def _kind(value: object) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", str: "an empty string"}
     return names.get(type(value), f"the number {_short(value)}")
 
 
-def _short(value) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

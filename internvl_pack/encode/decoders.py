@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from internvl_pack.encode.headers import PNG_SIGNATURE, Header, open_by_pillow, quiet
 from internvl_pack.errors import SampleError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
 
 #: A scaled decode must leave this many times the target's pixels along each edge. Powers of two only: other scales are
 #: slower and shift pixels. On photographs the result is within 1 level of the full decode on average.
@@ -175,7 +180,7 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     return b"".join(kept) if stripped else data
 
 
-def _ends_black(image) -> bool:
+def _ends_black(image: PillowImage) -> bool:
     """Whether nothing is in the last row that a decoder writes. Of an interlaced picture that is the last odd one."""
     top = max(0, image.height - 2)
     rows = (_rows(image, row, row + 1) for row in range(top, image.height))
@@ -237,7 +242,7 @@ def _gif_is_whole(data: bytes) -> bool:
 
 
 @contextmanager
-def _lenient_pillow():
+def _lenient_pillow() -> Iterator[None]:
     """Pillow knows truncation tolerance only as a process-wide switch: on for one decode, under a lock, then back."""
     from PIL import ImageFile
 
@@ -259,7 +264,7 @@ def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> n
     return _to_rgb(image)
 
 
-def _to_rgb(image) -> np.ndarray:
+def _to_rgb(image: PillowImage) -> np.ndarray:
     """Any Pillow mode to (height, width, 3) uint8.
 
     Band by band, so that what lies between the decoded image and the result stays in the cache and out of memory.
@@ -280,7 +285,7 @@ def _to_rgb(image) -> np.ndarray:
     return pixels
 
 
-def _rows(image, top: int, stop: int):
+def _rows(image: PillowImage, top: int, stop: int) -> PillowImage:
     """Rows [top, stop) of a loaded image. Not by `crop`, which heeds a process-wide limit of pixels."""
     return image._new(image.im.crop((0, top, image.width, stop)))
 
@@ -289,7 +294,7 @@ def _grey(levels: np.ndarray) -> np.ndarray:
     return np.repeat(levels[:, :, None], 3, axis=2)
 
 
-def _plain_rgb(image):
+def _plain_rgb(image: PillowImage) -> PillowImage:
     if image.mode == "RGB":
         return image
     try:
@@ -298,7 +303,7 @@ def _plain_rgb(image):
         raise SampleError("image_mode", f"pixels of mode {image.mode}: {error}") from None
 
 
-def _on_white(image):
+def _on_white(image: PillowImage) -> PillowImage:
     """Transparent pixels show white paper, half transparent ones are mixed with it."""
     from PIL import Image
 
@@ -315,10 +320,11 @@ def _on_white(image):
     return paper
 
 
-def _make_palette_opaque(image) -> None:
+def _make_palette_opaque(image: PillowImage) -> None:
     """Give a palette image the colours that its transparent ones show on white."""
     from PIL import Image
 
+    assert image.palette is not None, "a palette image"
     colours = Image.frombytes("P", (256, 1), bytes(range(256)))
     colours.putpalette(image.palette.palette, image.palette.mode)
     colours.info["transparency"] = image.info.get("transparency")

@@ -11,11 +11,15 @@ from __future__ import annotations
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from internvl_pack.errors import SampleError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
 
 #: First bytes read of a file; enough for a JPEG with an EXIF preview and a colour profile.
 HEAD_BYTES = 1 << 16
@@ -238,9 +242,13 @@ def _webp_orientation(data: bytes) -> int:
     return 1
 
 
+#: How the numbers of a TIFF header are written, by its first bytes.
+_TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\x00": "little", b"MM\x00*": "big"}
+
+
 def exif_orientation(block: bytes) -> int:
     """The orientation tag of an EXIF block (a TIFF header and its first directory); 1 for anything broken."""
-    order = {b"II*\x00": "little", b"MM\x00*": "big"}.get(block[:4])
+    order = _TIFF_ORDERS.get(block[:4])
     if order is None:
         return 1
 
@@ -267,7 +275,8 @@ def _by_pillow(name: str, pillow_name: str, data: bytes) -> Header:
         with quiet(pillow_name):
             image = open_by_pillow(pillow_name, data)
         orientation = 1 if pillow_name == "TIFF" else exif_orientation(_exif_of(image))  # Pillow turns TIFF itself
-        return Header(pillow_name, *image.size, orientation)
+        width, height = image.size
+        return Header(pillow_name, width, height, orientation)
     except Image.DecompressionBombError as error:
         raise SampleError("image_too_large", f"{name}: {error}") from None
     except Exception as error:  # a plugin may raise anything
@@ -276,13 +285,13 @@ def _by_pillow(name: str, pillow_name: str, data: bytes) -> Header:
         raise ValueError(f"a {pillow_name} file that cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _exif_of(image) -> bytes:
+def _exif_of(image: PillowImage) -> bytes:
     block = image.info.get("exif")
     return block.removeprefix(b"Exif\x00\x00") if isinstance(block, bytes) else b""
 
 
 @contextmanager
-def quiet(pillow_name: str):
+def quiet(pillow_name: str) -> Iterator[None]:
     """Pillow's TIFF reader warns of what it then raises, line by line; a rejected sample is reported once."""
     if pillow_name != "TIFF":
         yield
@@ -292,7 +301,7 @@ def quiet(pillow_name: str):
         yield
 
 
-def open_by_pillow(pillow_name: str, data: bytes):
+def open_by_pillow(pillow_name: str, data: bytes) -> PillowImage:
     """A lazily opened Pillow image of one given format.
 
     Not by `Image.open`, which warns of and refuses large images by a process-wide limit: `max_image_pixels` decides.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,11 @@ from internvl_pack.encode.video import (
 )
 from internvl_pack.errors import SampleError, UserError, costs_one_sample
 from internvl_pack.records import Record, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from internvl_pack.sources import DatasetSpec, ImageRef, RawSample, Source
 
 IGNORE = -100
 
@@ -96,7 +101,7 @@ class EncodeConfig:
 class PlannedImage:
     """An image that has not been decoded: where its bytes are, its upright size in pixels, its grid of tiles."""
 
-    ref: Any
+    ref: ImageRef
     size: tuple[int, int]
     grid: TileGrid
 
@@ -114,7 +119,7 @@ class Encoded:
     record: Record
     input_ids: np.ndarray
     labels: np.ndarray
-    images: tuple[PlannedImage | PlannedFrame, ...] = ()
+    images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...] = ()
     data_augment: bool = False
 
 
@@ -128,7 +133,7 @@ class Encoder:
     Raises UserError for an unknown conv_style or a tokenizer without the tokens it needs.
     """
 
-    def __init__(self, tokenizer, config: EncodeConfig | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EncodeConfig | None = None) -> None:
         self.config = config = config or EncodeConfig()
         self._rules = config.rules
         self.pad_token_id = (
@@ -147,7 +152,7 @@ class Encoder:
             "tokenizer": self._text.digest
         }
 
-    def load(self, source, row: int, spec) -> Encoded:
+    def load(self, source: Source, row: int, spec: DatasetSpec) -> Encoded:
         """Read and encode one row of a sources.Source, that of the sources.DatasetSpec `spec`.
 
         Raises SampleError, whatever goes wrong with it (see `costs_one_sample`).
@@ -156,7 +161,7 @@ class Encoder:
             raw = source.read(row)
         return self.encode(raw, spec)
 
-    def encode(self, raw, spec) -> Encoded:
+    def encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         """Token ids, labels and image grids of a sample, from its text and its images' headers.
 
         Args:
@@ -171,7 +176,7 @@ class Encoder:
         except SampleError as error:
             raise SampleError(error.reason, f"{raw.origin}: {error.detail}") from error.__cause__
 
-    def _encode(self, raw, spec) -> Encoded:
+    def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         turns = turns_of(raw.data)
         names = image_names_of(raw.data)
         video = video_of(raw.data)
@@ -183,10 +188,11 @@ class Encoder:
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
         images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
-        ids, counts = self._text.encode([part.value for part in parts if part.kind == "text"])
+        texts = [part.value for part in parts if part.kind == "text" and isinstance(part.value, str)]
+        ids, counts = self._text.encode(texts)
         return self._assemble(raw.sample_id, parts, ids, counts, images, bool(spec.data_augment))
 
-    def _plan_images(self, raw, names: list[str], max_dynamic_patch: int) -> tuple[PlannedImage, ...]:
+    def _plan_images(self, raw: RawSample, names: list[str], max_dynamic_patch: int) -> tuple[PlannedImage, ...]:
         config = self.config
         max_tiles = max_tiles_per_image(max_dynamic_patch, len(names))
         images = []
@@ -205,21 +211,28 @@ class Encoder:
             images.append(PlannedImage(ref, size, grid))
         return tuple(images)
 
-    def _plan_frames(self, raw, name: str, clip: tuple[float, float] | None) -> tuple[PlannedFrame, ...]:
+    def _plan_frames(self, raw: RawSample, name: str, clip: tuple[float, float] | None) -> tuple[PlannedFrame, ...]:
         ref = raw.resolve(name)
         part = plan_clip(ref, clip, self._rules.max_image_pixels)
         count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
         return tuple(PlannedFrame(ref, part, number, count) for number in range(count))
 
     def _assemble(
-        self, sample_id: str, parts: list[Part], text_ids: np.ndarray, counts: list[int], images, data_augment: bool
+        self,
+        sample_id: str,
+        parts: list[Part],
+        text_ids: np.ndarray,
+        counts: list[int],
+        images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...],
+        data_augment: bool,
     ) -> Encoded:
         """Lay the parts out in one row, and note where it may be cut."""
         runs: list[np.ndarray] = []
         trained: list[tuple[int, int]] = []
         spans: list[Span] = []
         length = span_start = text_start = num_system_tokens = 0
-        next_text, next_image = iter(counts), iter(images)
+        next_text = iter(counts)
+        next_grid = iter([image.grid for image in images])
         following = iter([*[part.value for part in parts if part.kind == "end"][1:], None])
         for kind, value, is_trained in parts:
             if kind == "end":
@@ -233,7 +246,7 @@ class Encoder:
             if kind == "image":
                 if length > span_start:
                     spans.append(Span(length - span_start))
-                grid = next(next_image).grid
+                grid = next(next_grid)
                 block = np.full(grid.num_tiles * self.config.tokens_per_tile + 2, self.image_context_id, dtype=np.int32)
                 block[0], block[-1] = self.image_start_id, self.image_end_id
                 spans.append(Span(len(block), grid.num_tiles))
@@ -243,6 +256,7 @@ class Encoder:
                 block = text_ids[text_start:text_stop]
                 text_start = text_stop
             else:
+                assert isinstance(value, np.ndarray)
                 block = value
             if is_trained:
                 trained.append((length, length + len(block)))
@@ -286,21 +300,23 @@ class Encoder:
         tiles = np.empty(shape, dtype=np.uint8) if out is None else out
         assert tiles.shape == shape and tiles.dtype == np.uint8 and tiles.flags.c_contiguous
         sample_id = encoded.record.sample_id
-        inside, first = [], 0
+        frames: list[PlannedFrame] = []
+        first = 0
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
-                inside.append(image)
-                if isinstance(image, PlannedImage):
+                if isinstance(image, PlannedFrame):
+                    frames.append(image)
+                else:
                     part = tiles[first - tile_start : last - tile_start]
                     with costs_one_sample(image.ref.name):
                         decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
-        if inside and isinstance(inside[0], PlannedFrame):  # of one video, a tile each
-            with costs_one_sample(inside[0].ref.name):
-                decode_frames(inside, sample_id, epoch, tiles, self._rules.max_image_pixels)
+        if frames:  # of one video, a tile each
+            with costs_one_sample(frames[0].ref.name):
+                decode_frames(frames, sample_id, epoch, tiles, self._rules.max_image_pixels)
         if encoded.data_augment:
             with costs_one_sample(f"data_augment of {sample_id}"):
                 recompress(tiles, sample_id, epoch, tile_start)
@@ -315,6 +331,7 @@ class Encoder:
             with costs_one_sample(image.ref.name):
                 if isinstance(image, PlannedFrame):  # the first of all frames of one video
                     sample_id = encoded.record.sample_id
-                    decode_frames(encoded.images, sample_id, 0, None, self._rules.max_image_pixels)
+                    frames = [frame for frame in encoded.images if isinstance(frame, PlannedFrame)]
+                    decode_frames(frames, sample_id, 0, None, self._rules.max_image_pixels)
                     return
                 check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

@@ -13,11 +13,16 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from internvl_pack.encode.words import WordEncoder
 from internvl_pack.errors import SampleError, UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 #: Markup that InternVL's annotations carry in plain text and that its checkpoints read as single tokens.
 #: It opens neither an image slot nor a turn, so it may come from text.
@@ -29,7 +34,9 @@ _STRUCTURAL = re.compile(r"<\|.*\|>|</?img>|<IMG_CONTEXT>|<image>|<video>|\[IMG\
 _SHORT, _MAX_KNOWN = 200, 4096  # characters of a text worth remembering, texts remembered (about 4 MB)
 
 
-def structural_tokens(tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> dict[str, int]:
+def structural_tokens(
+    tokenizer: PreTrainedTokenizerBase, markup_tokens: Iterable[str] = MARKUP_TOKENS
+) -> dict[str, int]:
     """{token: id} of the added tokens that must never come out of text.
 
     All that the tokenizer calls special, except `markup_tokens`, and what looks like structure (`<|...|>`, `<img>`)
@@ -56,7 +63,7 @@ class TextEncoder:
     Raises UserError when a structural token still comes out of its own text (a tokenizer that cannot be kept from it).
     """
 
-    def __init__(self, tokenizer, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> None:
         # Workers are processes, a core each: the tokenizers library's own threads would only fight them, and must not
         # exist when workers are forked. A user who has set the variable is not overruled.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -66,11 +73,14 @@ class TextEncoder:
         if tokenizer.unk_token_id is not None:  # stands for a character that the vocabulary lacks
             self._forbidden[tokenizer.unk_token_id : tokenizer.unk_token_id + 1] = False
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.structural, key=len, reverse=True))) or r"(?!)")
-        self._slow = self._fast = self._words = None
+        self._slow: PreTrainedTokenizerBase | None = None
+        self._fast: Tokenizer | None = None
+        self._words: WordEncoder | None = None
         self._known: dict[str, list[int]] = {}
         if getattr(tokenizer, "is_fast", False):
-            identity, self._layout = _with_special(tokenizer.backend_tokenizer.to_str(), self.structural)
-            self._load(_sharing_model(tokenizer.backend_tokenizer, self._layout["added_tokens"]) or identity)
+            backend: Tokenizer = tokenizer.backend_tokenizer
+            identity, self._layout = _with_special(backend.to_str(), self.structural)
+            self._load(_sharing_model(backend, self._layout["added_tokens"]) or identity)
         else:
             self._slow = tokenizer
             identity = json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -83,16 +93,16 @@ class TextEncoder:
                 "use a fast tokenizer (tokenizer.json) for model_name_or_path"
             )
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         as_json = None if self._fast is None else self._fast.to_str()
         return self.__dict__ | {"_known": {}, "_words": None, "_fast": as_json}
 
-    def __setstate__(self, state) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._fast is not None:
-            self._load(self._fast)
+        if state["_fast"] is not None:
+            self._load(state["_fast"])
 
-    def _load(self, tokenizer) -> None:
+    def _load(self, tokenizer: Tokenizer | str) -> None:
         """From a tokenizer of the tokenizers library, or its JSON."""
         from tokenizers import Tokenizer
 
@@ -127,12 +137,11 @@ class TextEncoder:
         try:
             if self._slow is not None:
                 return self._slow(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-            ids = [self._words and self._words.encode(text) for text in texts]
+            ids = [None if self._words is None else self._words.encode(text) for text in texts]
             rest = [text for text, found in zip(texts, ids, strict=True) if found is None]
-            if not rest:
-                return ids
             # The batch call of "fast" leaves out character offsets: a fifth less time.
-            encoded = iter(self._fast.encode_batch_fast(rest, add_special_tokens=False))
+            assert self._fast is not None, "one of the two is there"
+            encoded = iter(self._fast.encode_batch_fast(rest, add_special_tokens=False) if rest else ())
             return [next(encoded).ids if found is None else found for found in ids]
         except (TypeError, UnicodeEncodeError):
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
@@ -145,12 +154,12 @@ class TextEncoder:
         pieces = self._encode([text[start:stop] for start, stop in pairwise(cuts)])
         return [token for piece in pieces for token in piece]
 
-    def _has_structure(self, ids) -> bool:
+    def _has_structure(self, ids: Sequence[int] | np.ndarray) -> bool:
         ids = np.asarray(ids, dtype=np.int32)
         return bool(self._forbidden[np.minimum(ids, len(self._forbidden) - 1)].any())
 
 
-def _sharing_model(tokenizer, added_tokens: list[dict]):
+def _sharing_model(tokenizer: Tokenizer, added_tokens: list[dict]) -> Tokenizer | None:
     """A tokenizer with these added tokens and all else of `tokenizer`, whose vocabulary it shares (43 MB for Qwen2.5).
 
     None where the library would number the added tokens in another way.

@@ -22,13 +22,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
 from internvl_pack.encode.images import cut_tiles
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid
 from internvl_pack.errors import SampleError, UserError
+
+if TYPE_CHECKING:
+    from av import VideoFrame, VideoStream
+    from av.container import InputContainer
+    from av.sidedata.sidedata import SideDataContainer
+
+    from internvl_pack.sources import ImageRef
 
 #: Containers that hold their own data. Playlists and scripts, which name other files, are not among them.
 FORMATS = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,asf,ogg,gif,m4v,h264,hevc"
@@ -61,7 +68,7 @@ class Clip:
 class PlannedFrame:
     """One of the n frames of a video, one tile. Which frame it is depends on the epoch, see `frame_index`."""
 
-    ref: Any
+    ref: ImageRef
     clip: Clip
     number: int
     count: int
@@ -145,7 +152,7 @@ def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[
 # --- the container
 
 
-def plan_clip(ref, clip: tuple[float, float] | None, max_pixels: int) -> Clip:
+def plan_clip(ref: ImageRef, clip: tuple[float, float] | None, max_pixels: int) -> Clip:
     """What a video's container says, cut to `clip` (start, end in seconds).
 
     Args:
@@ -176,7 +183,9 @@ def plan_clip(ref, clip: tuple[float, float] | None, max_pixels: int) -> Clip:
         if exact and duration:
             rate = frames / duration
         rate = rate or 25.0
-        start = float(stream.start_time * stream.time_base) if stream.start_time is not None else 0.0
+        start = 0.0
+        if stream.start_time is not None and stream.time_base is not None:
+            start = float(stream.start_time * stream.time_base)
     first = 0
     if clip is not None:
         first = int(min(clip[0] * rate, frames))  # as floats: a clip may end at 1e308
@@ -211,12 +220,16 @@ def decode_frames(
                 cut_tiles(pixels, ONE_TILE, out[place : place + 1])
 
 
-def _frames_at(container, stream, moments: Sequence[float], clip: Clip) -> Iterator[Any]:
+def _frames_at(
+    container: InputContainer, stream: VideoStream, moments: Sequence[float], clip: Clip
+) -> Iterator[VideoFrame | None]:
     """The frame that is shown at each of rising moments (container's time); None beyond the end."""
     frames = _timed(container, stream, clip)
-    current, following = None, next(frames, None)
+    current: tuple[float, float, VideoFrame] | None = None
+    following = next(frames, None)
     for moment in moments:
         if following is not None and moment - following[0] > SEEK_SECONDS:
+            assert stream.time_base is not None, "a stream of a container that was read"
             container.seek(max(0, int(moment / stream.time_base)), stream=stream, backward=True)
             frames = _timed(container, stream, clip)
             current, following = None, next(frames, None)
@@ -228,23 +241,24 @@ def _frames_at(container, stream, moments: Sequence[float], clip: Clip) -> Itera
             current, following = following, next(frames, None)
         if current is None:
             current = following  # before the first frame
-        if following is None and (current is None or moment > current[0] + current[1] + clip.slack):
+        if current is None or (following is None and moment > current[0] + current[1] + clip.slack):
             yield None
             return
         yield current[2]
 
 
-def _timed(container, stream, clip: Clip) -> Iterator[tuple[float, float, Any]]:
+def _timed(container: InputContainer, stream: VideoStream, clip: Clip) -> Iterator[tuple[float, float, VideoFrame]]:
     """(time, duration, frame) of the decoded frames; where the container gives none, by the rate."""
     step = 1.5 / clip.rate
     time = clip.start - 1 / clip.rate
     for frame in container.decode(stream):
-        time = float(frame.pts * frame.time_base) if frame.pts is not None else time + 1 / clip.rate
-        lasts = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0.0
+        unit = frame.time_base
+        time = float(frame.pts * unit) if frame.pts is not None and unit else time + 1 / clip.rate
+        lasts = float(frame.duration * unit) if frame.duration and unit else 0.0
         yield time, max(lasts, step), frame
 
 
-def _upright(pixels: np.ndarray, frame) -> np.ndarray:
+def _upright(pixels: np.ndarray, frame: VideoFrame) -> np.ndarray:
     """Turned and mirrored as the container's display matrix says: telephones store portraits sideways.
 
     The matrix takes (x, y) of the stored picture to (a x + c y, b x + d y) of the shown one. Of an angle that is not a
@@ -259,16 +273,16 @@ def _upright(pixels: np.ndarray, frame) -> np.ndarray:
     return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _display_matrix(frame) -> tuple[int, int, int, int] | None:
+def _display_matrix(frame: VideoFrame) -> tuple[int, int, int, int] | None:
     """(a, b, c, d) of a decoded frame; None where the container gives none, or one of zeros."""
-    for data in frame.side_data:
+    for data in cast("SideDataContainer", frame.side_data):  # PyAV 18 declares it as the names of one kind
         if data.type.name == "DISPLAYMATRIX" and len(bytes(data)) >= 36:
             a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
             return (a, b, c, d) if (a or b) and (c or d) else None
     return None
 
 
-def _duration(container, stream) -> float:
+def _duration(container: InputContainer, stream: VideoStream) -> float:
     """Seconds; 0 where unknown."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
@@ -276,7 +290,7 @@ def _duration(container, stream) -> float:
 
 
 @contextmanager
-def _container(ref):
+def _container(ref: ImageRef) -> Iterator[tuple[InputContainer, VideoStream]]:
     """(container, its first picture stream); everything that goes wrong inside is a SampleError by the video's name."""
     try:
         import av
@@ -287,7 +301,7 @@ def _container(ref):
     try:
         with _opened(ref) as file:
             try:
-                container = av.open(file, options={"format_whitelist": FORMATS, "err_detect": "explode"})
+                container = av.open(file, "r", options={"format_whitelist": FORMATS, "err_detect": "explode"})
             except (av.FFmpegError, ValueError) as error:
                 reason = "video_truncated" if isinstance(error, av.error.EOFError) else "video_not_a_video"
                 raise SampleError(reason, f"{ref.name} cannot be opened as a video: {_words(error)}") from None
@@ -313,6 +327,6 @@ def _words(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
 
 
-def _opened(ref):
+def _opened(ref: ImageRef) -> BinaryIO:
     """A seekable file over the bytes of a reference."""
     return ref.open() if hasattr(ref, "open") else io.BytesIO(ref.read())

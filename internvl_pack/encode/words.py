@@ -10,7 +10,10 @@ words are looked up, and unknown ones asked of the tokenizer's own model once. A
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 #: Letters besides ASCII: Latin (without the long s, which folds to an s), Greek, Cyrillic, kana, CJK ideographs.
 OTHER_LETTERS = "À-ÖØ-öø-žƀ-ɏΑ-ΡΣ-ΫάέήίΰαβγδεζηθικλμνξοπρςστυφχψωϊϋόύώЁА-яёぁ-ゖァ-ヺ一-龥"
@@ -54,7 +57,7 @@ _BYTES = _printable_bytes()
 class WordEncoder:
     """Encodes plain text for one tokenizer; `for_tokenizer` says whether it can."""
 
-    def __init__(self, expression: str, model, added_tokens: list[str]) -> None:
+    def __init__(self, expression: str, model: Any, added_tokens: list[str]) -> None:
         self._cut = re.compile(expression.replace("L", _LETTERS).replace("N", _DIGITS), re.ASCII).findall
         self._model = model
         self._firsts = "".join(sorted({token[0] for token in added_tokens}))
@@ -62,7 +65,7 @@ class WordEncoder:
         self._words: dict[str, list[int]] = {}
 
     @classmethod
-    def for_tokenizer(cls, state: dict[str, Any], tokenizer) -> WordEncoder | None:
+    def for_tokenizer(cls, state: dict[str, Any], tokenizer: Tokenizer) -> WordEncoder | None:
         """From a tokenizer's JSON and the tokenizer; None where it is of another kind, or a probe comes out unlike."""
         model, expression = state["model"], _expression_of(state["pre_tokenizer"])
         if (
