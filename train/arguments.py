@@ -404,7 +404,7 @@ class PackTrainingArguments(TrainingArguments):
         """Where to report to, while nothing has been loaded."""
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-        for name in self.report_to:
+        for name in self.report_to or ():  # a list by now
             try:
                 INTEGRATION_TO_CALLBACK[name]()
             except KeyError:

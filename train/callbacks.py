@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from internvl_pack.report.ledger import Ledger
@@ -27,15 +26,7 @@ class Epochs(TrainerCallback):
         total = trainer.ended_ledger()
         if self.begun <= len(trainer.epoch_ledgers):
             return total
-        parts = [trainer.loader.ledger.state_dict()]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, trainer.loader.ledger.state_dict())
-        for part in parts:
-            other = Ledger()
-            other.load_state_dict(part)
-            total = total.merged(other)
-        return total
+        return total.merged(trainer.ledger_of_epoch())
 
 
 class PackingReport(TrainerCallback):

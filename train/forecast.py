@@ -124,18 +124,19 @@ def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping
         statistics: of a preset, which knows.
     """
     config = dataset.config
-    same = {
-        "budget": (config.max_packed_tokens, config.num_images_expected),
-        "lanes": dataset.num_lanes,
-        "policy": config.packing_policy,
-    }
+    packing = partial(
+        Packing,
+        budget=(config.max_packed_tokens, config.num_images_expected),
+        lanes=dataset.num_lanes,
+        policy=config.packing_policy,
+    )
     if statistics is not None:
         assert plan is not None
         share = plan.packs[0] / statistics["packs"]  # of all the epochs that were planned
         figures = {name: statistics[name] * share for name in ("packs", "samples", "tokens", "tiles")}
-        return Packing(**figures, exact=True, **same)
+        return packing(**figures, exact=True)
     if plan is not None and plan.contents is not None:
-        return Packing(packs=plan.packs[0], **plan.contents._asdict(), exact=True, **same)
+        return packing(packs=plan.packs[0], **plan.contents._asdict(), exact=True)
     seen = _pack_some(dataset)
     good = seen["samples"] / max(1, seen["read"]) * dataset.num_positions
     scale = good / max(1, seen["samples"])
@@ -143,14 +144,14 @@ def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping
         packs = good * seen["full_packs"] / seen["samples_in_full"] + dataset.num_lanes / 2
     else:
         packs = max(seen["packs"] * scale, float(dataset.num_lanes))
-    return Packing(packs=packs, samples=good, tokens=seen["tokens"] * scale, tiles=seen["tiles"] * scale, **same)
+    return packing(packs=packs, samples=good, tokens=seen["tokens"] * scale, tiles=seen["tiles"] * scale)
 
 
 def _pack_some(dataset: PackedDataset) -> dict[str, float]:
     """Sums over some samples of the first epoch, packed as one lane does; packs are full while others wait."""
     config = dataset.config
     mixture, budget = dataset.mixture(0), config.budget()
-    packer = LanePacker(
+    packer: LanePacker[Fragment] = LanePacker(
         budget, policy=config.packing_policy, buffer_size=config.max_buffer_size, cost=dataset.cost_model
     )
     sums = dict.fromkeys(("read", "samples", "tokens", "tiles", "packs", "full_packs", "samples_in_full"), 0.0)

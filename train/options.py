@@ -60,7 +60,7 @@ GONE = {
 
 
 class _Parser(HfArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
 
 
@@ -70,21 +70,23 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, P
     Raises:
         UserError: an unknown option or a value it cannot have; names it.
     """
+    kinds: Any = (ModelArguments, DataTrainingArguments, PackTrainingArguments)  # its own type asks for instances
     parser = _Parser(
-        (ModelArguments, DataTrainingArguments, PackTrainingArguments),
+        kinds,
         prog="finetune",
         description="Fine-tune InternVL on packed or padded rows; transformers' TrainingArguments work too.",
         allow_abbrev=False,
     )
     if len(argv) == 1 and argv[0].endswith(".json"):
         argv = words_of(argv[0])
-    *groups, rest = parser.parse_args_into_dataclasses(
+    parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(
         modernise(argv), return_remaining_strings=True, look_for_args_file=False
     )
+    model_args, data_args, training_args, rest = parsed
     unknown = [word for word in rest if word.startswith("--")] or rest
     if unknown:
         raise UserError(unknown_option(unknown[0]))
-    return tuple(groups)
+    return model_args, data_args, training_args
 
 
 def words_of(path: str) -> list[str]:

@@ -3,7 +3,7 @@
     {"id": "coyo/1841", "source": "coyo.jsonl:line 1842", "reason": "image_truncated", "detail": "...",
      "epoch": 0, "lane": 3, "turn": 17}
 
-Rank 0 writes what all ranks have gathered, at checkpoints and at ends of epochs. After a resume, samples
+The first rank writes what all ranks have gathered, at checkpoints and at ends of epochs. After a resume, samples
 that leave again on the way to where the run had stopped are not written twice.
 """
 
@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from internvl_pack.loader import PackLoader
+
+from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,13 @@ _KEY = ("id", "reason", "epoch", "lane")
 
 
 class Quarantine(TrainerCallback):
-    """Collects the loader's events and writes them on rank 0."""
+    """Collects the loader's events and writes them on the first rank; of ranks that share rows, one tells them."""
 
-    def __init__(self, loader: PackLoader, output_dir: str | Path, *, resumed: bool) -> None:
+    def __init__(
+        self, loader: PackLoader, output_dir: str | Path, *, resumed: bool, ranks: Ranks | None = None
+    ) -> None:
         self.loader = loader
+        self.ranks = ranks or Ranks.here()
         self.path = Path(output_dir) / FILE_NAME
         self.resumed = resumed
         self._seen: set[tuple[Any, ...]] | None = None
@@ -44,17 +48,14 @@ class Quarantine(TrainerCallback):
 
     def flush(self) -> None:
         """Gather and write; all ranks call it together."""
-        events = [self.loader.take_events()]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, events[0])
-            events = gathered
-        if self.loader.packed_dataset.rank == 0:
+        events = self.ranks.gather_books(self.loader.take_events())
+        if self.ranks.is_first:
             self.write(event for part in events for event in part)
 
     def flush_alone(self) -> None:
         """Write this rank's own events: what a rank does that fails while the others go on."""
-        self.write(self.loader.take_events())
+        if self.ranks.leads:
+            self.write(self.loader.take_events())
 
     def write(self, events: Iterable[dict[str, Any]]) -> None:
         """Append events that the file does not hold yet."""

@@ -1,4 +1,4 @@
-"""Which samples each optimizer step trained on: `sample_ids/rank00000.jsonl`, one line a step.
+"""Which samples each optimizer step trained on: `sample_ids/rank00000.jsonl`, one line a step, a file a data rank.
 
     {"step": 12, "epoch": 0, "ids": ["coyo/1841", "docs/7#2/3"]}
 
@@ -31,21 +31,23 @@ def batch_ids(batch: dict[str, Any]) -> list[str]:
 
 
 class SampleLog(TrainerCallback):
-    """Appends this rank's line at the end of every step."""
+    """Appends this rank's line at the end of every step; of ranks that share rows, one does."""
 
     def __init__(self, trainer: Any, output_dir: str | Path) -> None:
         self.trainer = trainer
-        self.path = Path(output_dir) / FOLDER / f"rank{trainer.loader.packed_dataset.rank:05d}.jsonl"
+        self.path = Path(output_dir) / FOLDER / f"rank{trainer.ranks.data_rank:05d}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # No rank ends a step before all have begun: the first step's reduction comes between.
-        if self.trainer.loader.packed_dataset.rank == 0:
+        if self.trainer.ranks.is_first:
             for path in self.path.parent.glob("rank*.jsonl"):
                 kept = [entry for entry in _entries(path) if entry["step"] <= state.global_step]
                 path.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in kept), encoding="utf-8")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.trainer.ranks.leads:
+            return
         line = {"step": state.global_step, "epoch": self.trainer.loader.epoch, "ids": self.trainer.step_sample_ids}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -42,7 +42,8 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
     return {
         "packed": trainer.loader.way != "padded",
         "packing": trainer.loader.way,
-        "ranks": trainer.loader.packed_dataset.world_size,
+        "ranks": trainer.ranks.processes,
+        "sequence_parallel_size": trainer.ranks.sequence_parallel_size,
         "zero_stage": zero_stage,
         "device": str(trainer.args.device.type),
         "dtype": "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "float32",

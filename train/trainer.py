@@ -40,6 +40,7 @@ from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
 from .interruption import StopRequest
+from .ranks import Ranks
 from .sample_log import batch_ids
 from .saving import Saving
 
@@ -75,6 +76,7 @@ class PackTrainer(Trainer):
         resume_ignore_options: go on from a checkpoint that was saved with other packing options.
         eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
         saving: how the model is written; default: as a native checkpoint, LoRA merged in.
+        ranks: the place of this process; default: every process has rows of its own.
 
     Attributes:
         stopped_by: what made the run save and stop before its end (interruption.py), or nothing.
@@ -92,6 +94,7 @@ class PackTrainer(Trainer):
         resume_ignore_options: bool = False,
         eval_loader: PackLoader | None = None,
         saving: Saving | None = None,
+        ranks: Ranks | None = None,
         **kwargs: Any,
     ) -> None:
         if eval_loader is not None:
@@ -100,18 +103,19 @@ class PackTrainer(Trainer):
         self.loader = loader
         self.eval_loader = eval_loader
         self.saving = saving or Saving()
+        self.ranks = ranks or Ranks.here()
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.metrics = StepMetrics(loader, model, args.device)
+        self.metrics = StepMetrics(loader, model, args.device, self.ranks.processes)
         self.epoch_plan: EpochPlan | None = None
         self.epoch_ledgers: list[Ledger] = []
         self.forecast: Packing | None = None
         self.earlier_ledger, self.earlier_epochs = Ledger(), 0
         self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
-        self.stop_request = StopRequest(args.output_dir, loader.packed_dataset.rank)
+        self.stop_request = StopRequest(args.output_dir, self.ranks.process)
         self.stopped_by = ""
         self._group: dist.ProcessGroup | None = None
         self._normalizer = 0.0
@@ -124,8 +128,7 @@ class PackTrainer(Trainer):
 
     @property
     def packs_per_step(self) -> int:
-        dataset = self.loader.packed_dataset
-        return dataset.world_size * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return self.ranks.data_ranks * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def set_initial_training_values(self, args: Any, dataloader: PackLoader, *_: Any) -> tuple[Any, ...]:
         """Number of steps: `max_steps` where given, else counted or estimated from the data."""
@@ -157,13 +160,13 @@ class PackTrainer(Trainer):
     def _look_ahead(self, num_epochs: int | None) -> None:
         """Plan the epochs (None: steps are given) and foresee what packs will hold: the first rank, the others hear."""
         found: list[Any] = [None, None]
-        if self._rank == 0:
+        if self.ranks.is_first:
             dataset = self.loader.packed_dataset
             plan = None
             if num_epochs is not None or dataset.packs_are_counted:
                 plan = plan_epochs(dataset, num_epochs or 1)
             found = [plan, foresee(self.loader, plan)]
-        if self._world_size > 1:
+        if self.ranks.processes > 1:
             dist.broadcast_object_list(found, src=0, group=self._cpu_group())
         plan, self.forecast = found
         self.epoch_plan = plan if num_epochs is not None else None
@@ -210,35 +213,36 @@ class PackTrainer(Trainer):
             return [], None
         self.metrics.begin_step(figures, waited)
         self.step_sample_ids = [i for batch in batches for i in batch_ids(batch)]
-        weights = figures["loss_weight"] if self.loss_reduction_all_gather else figures["own_loss_weight"]
-        scale = self._world_size if self.loss_reduction_all_gather else 1
-        # Gradients are averaged over ranks afterwards, hence the division. A step in which nothing is
-        # supervised has a zero sum: any normaliser gives zero.
-        self._normalizer = weights / scale if weights > 0 else 1.0
+        # Gradients are averaged over all processes afterwards, and those that share a row each have a part of its sum:
+        # hence the division. A step in which nothing is supervised has a zero sum: any normaliser gives zero.
+        if self.loss_reduction_all_gather:
+            weights, averaged = figures["loss_weight"], self.ranks.processes
+        else:
+            weights, averaged = figures["own_loss_weight"], self.ranks.sequence_parallel_size
+        self._normalizer = weights / averaged if weights > 0 else 1.0
         return batches, torch.tensor(self._normalizer, device=device)
 
     def _fail_together(self, error: Exception | None) -> NoReturn:
         """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
-        errors: list[Any] = [_told(error)]
-        if self._world_size > 1:
-            errors = [None] * self._world_size
-            dist.all_gather_object(errors, _told(error), group=self._cpu_group())
+        errors = self._gather(_told(error))
         rank, (kind, message) = next((rank, told) for rank, told in enumerate(errors) if told)
         if kind == UserError.__name__:
             raise UserError(message) from error
         raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
 
     def _reduce(self, batches: list[dict[str, Any]], *, failed: bool, has_data: bool) -> dict[str, float]:
-        """Sums over the ranks, and the slowest rank's modelled cost against the mean."""
+        """Sums over the data ranks, and the slowest one's modelled cost against the mean."""
+        ranks = self.ranks
         own = {key: float(sum(b[key] for b in batches)) for key in _COUNTS}
         own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
-        own["failed"] = float(failed)
         own["has_data"] = float(has_data)
         own["capacity"] = self.metrics.capacity(batches)
-        vector = torch.zeros(len(_VECTOR) + self._world_size, dtype=torch.float64)
-        vector[: len(_VECTOR)] = torch.tensor([own[key] for key in _VECTOR], dtype=torch.float64)
-        vector[len(_VECTOR) + self._rank] = self.metrics.cost(batches)
-        if self._world_size > 1:
+        vector = torch.zeros(len(_VECTOR) + ranks.data_ranks, dtype=torch.float64)
+        if ranks.leads:  # what a row holds counts once, however many share it
+            vector[: len(_VECTOR)] = torch.tensor([own.get(key, 0.0) for key in _VECTOR], dtype=torch.float64)
+            vector[len(_VECTOR) + ranks.data_rank] = self.metrics.cost(batches)
+        vector[_VECTOR.index("failed")] = failed
+        if ranks.processes > 1:
             dist.all_reduce(vector, group=self._cpu_group())
         values = vector.tolist()
         figures = dict(zip(_VECTOR, values, strict=False))
@@ -249,15 +253,7 @@ class PackTrainer(Trainer):
         return figures
 
     def _end_epoch(self) -> None:
-        ledger = self.loader.ledger
-        if self._world_size > 1:
-            parts: list[Any] = [None] * self._world_size
-            dist.all_gather_object(parts, ledger.state_dict(), group=self._cpu_group())
-            ledger = Ledger()
-            for part in parts:
-                other = Ledger()
-                other.load_state_dict(part)
-                ledger = ledger.merged(other)
+        ledger = self.ledger_of_epoch()
         for source in self.loader.packed_dataset.sources:
             for damage in source.damage:  # broken parts of files, which belong to no row
                 ledger.refuse(damage.reason)
@@ -266,6 +262,15 @@ class PackTrainer(Trainer):
         if not ledger.samples_packed:
             reasons = ", ".join(f"{n} {reason}" for reason, n in sorted((ledger.dropped + ledger.quarantined).items()))
             raise UserError(f"no sample of the data can be trained on ({reasons}): quarantine.jsonl names them")
+
+    def ledger_of_epoch(self) -> Ledger:
+        """What became of the samples of this epoch so far, over all lanes; all processes call it together."""
+        total = Ledger()
+        for part in self.ranks.gather_books(self.loader.ledger.state_dict(), self._cpu_group()):
+            ledger = Ledger()
+            ledger.load_state_dict(part)
+            total = total.merged(ledger)
+        return total
 
     # -- loss ------------------------------------------------------------------------------------------
 
@@ -314,7 +319,7 @@ class PackTrainer(Trainer):
                 except Exception as problem:
                     error = problem
                 flags = torch.tensor([batch is not None, error is not None], dtype=torch.int64)
-                if self._world_size > 1:  # sharded weights need every rank in every forward
+                if self.ranks.processes > 1:  # sharded weights need every rank in every forward
                     dist.all_reduce(flags, group=self._cpu_group())
                 more, failed = flags.tolist()
                 if failed:
@@ -326,10 +331,8 @@ class PackTrainer(Trainer):
                     outputs = model(**self._prepare_inputs(batch))
                 add_sample_losses(sums, batch, outputs.target_losses, outputs.target_positions)
         model.train(was_training)
-        found = [(sums, self.eval_loader.take_events())]
-        if self._world_size > 1:
-            found = [found[0]] * self._world_size
-            dist.all_gather_object(found, found[0], group=self._cpu_group())
+        events = self.eval_loader.take_events()
+        found = self._gather((sums, events if self.ranks.leads else []))
         sums = merge_sums([part for part, _ in found])
         tell_left_out([event for _, events in found for event in events])
         names = [spec.name for spec in self.eval_loader.packed_dataset.specs]
@@ -356,14 +359,12 @@ class PackTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if self.args.save_only_model:
             return  # nothing to go on from: it must not look complete
-        states: list[Any] = [self.loader.state_dict()]
-        if self._world_size > 1:
-            states = [None] * self._world_size
-            dist.all_gather_object(states, self.loader.state_dict(), group=self._cpu_group())
+        states = self.ranks.gather_books(self.loader.state_dict(), self._cpu_group())
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             more = {
-                "world_size": self._world_size,
+                "world_size": self.ranks.processes,  # which the optimizer's shards are for
+                "sequence_parallel_size": self.ranks.sequence_parallel_size,
                 "ended": self._books_of_ended_epochs(),
                 "totals": self.metrics.total,
             }
@@ -382,11 +383,11 @@ class PackTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if resume_from_checkpoint and self.is_deepspeed_enabled:
             saved = load_packing_state(resume_from_checkpoint)["world_size"]
-            if saved != self._world_size:
-                logger.warning("resume: saved on %d ranks, going on with %d", saved, self._world_size)
-                if self._rank == 0:
+            if saved != self.ranks.processes:
+                logger.warning("resume: saved on %d ranks, going on with %d", saved, self.ranks.processes)
+                if self.ranks.is_first:
                     make_universal(Path(resume_from_checkpoint))
-                if self._world_size > 1:
+                if self.ranks.processes > 1:
                     dist.barrier(group=self._cpu_group())
                 self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -409,31 +410,21 @@ class PackTrainer(Trainer):
 
     def asked_to_stop(self) -> str:
         """What asked any rank to save and stop; all ranks call it together at the end of a step."""
-        return self.stop_request.agree(self._cpu_group() if _processes() > 1 else None)
+        return self.stop_request.agree(self._cpu_group())
 
     def wait_for_all(self) -> None:
         """Until every rank is here; before a rank leaves with a status that makes launchers end the others."""
-        if _processes() > 1:
+        if self.ranks.processes > 1:
             dist.barrier(group=self._cpu_group())
 
-    @property
-    def _world_size(self) -> int:
-        return self.loader.packed_dataset.world_size
+    def _gather(self, value: Any) -> list[Any]:
+        return self.ranks.gather(value, self._cpu_group())
 
-    @property
-    def _rank(self) -> int:
-        return self.loader.packed_dataset.rank
-
-    def _cpu_group(self) -> dist.ProcessGroup:
-        """A gloo group: its small reductions do not wait for the device."""
-        if self._group is None:
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all processes, whose small reductions do not wait for the device; None for one alone."""
+        if self._group is None and self.ranks.processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a large checkpoint's conversion
         return self._group
-
-
-def _processes() -> int:
-    """All of the run: more than the data-parallel ranks where several share a row."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _told(error: Exception | None) -> tuple[str, str] | None:
@@ -493,15 +484,15 @@ class _EpochControl(TrainerCallback):
 
 
 class StepMetrics:
-    """Figures of the steps since the last log, summed over ranks."""
+    """Figures of the steps since the last log, summed over data ranks; those a GPU are of all `processes`."""
 
-    def __init__(self, loader: PackLoader, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, loader: PackLoader, model: torch.nn.Module, device: torch.device, processes: int) -> None:
         self._config = loader.packed_dataset.config
         self._flops = flop_counts(model.config, **trained_parts(model))
         self._on_cuda = device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if self._on_cuda else None
         self._max_tiles = loader.budget[1]
-        self._ranks = loader.packed_dataset.world_size
+        self._processes = processes
         self._sums: dict[str, float] = {}
         self._steps = 0
         self._started = time.perf_counter()
@@ -516,7 +507,7 @@ class StepMetrics:
         return float(sum(b["num_tokens"] for b in batches))
 
     def cost(self, batches: list[dict[str, Any]]) -> float:
-        """What a rank computes in a step: floating-point operations (docs/performance.md has the formula)."""
+        """What a data rank computes in a step: floating-point operations (docs/performance.md has the formula)."""
         return float(sum(self._flops.of(b) for b in batches))
 
     def begin_step(self, figures: dict[str, float], waited: float) -> None:
@@ -539,7 +530,7 @@ class StepMetrics:
         tile_capacity = sums["num_packs"] * self._max_tiles
         logs = {
             "tokens_per_s": sums["num_real_tokens"] / elapsed,
-            "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._ranks,
+            "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._processes,
             "samples_per_s": sums["num_samples"] / elapsed,
             "tiles_per_s": sums["num_tiles"] / elapsed,
             "token_fill": sums["num_real_tokens"] / max(1.0, sums["capacity"]),
@@ -547,10 +538,10 @@ class StepMetrics:
             "samples_per_pack": sums["num_samples"] / max(1.0, sums["num_packs"]),
             "data_wait": sums["data_wait_s"] / elapsed,
             "rank_balance": sums["balance"] / steps,
-            "tflops_per_s_per_gpu": sums["flops"] / elapsed / self._ranks / 1e12,
+            "tflops_per_s_per_gpu": sums["flops"] / elapsed / self._processes / 1e12,
         }
         if self._peak_flops is not None:
-            logs["mfu"] = sums["flops"] / elapsed / self._ranks / self._peak_flops
+            logs["mfu"] = sums["flops"] / elapsed / self._processes / self._peak_flops
         if self._on_cuda:
             logs["memory_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         return logs

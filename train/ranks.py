@@ -1,0 +1,79 @@
+"""Which process this is, and which rows it trains.
+
+    processes                 0   1   2   3   4   5   6   7      8 of them, 2 share a row (sequence_parallel_size)
+    data rank                 0   0   1   1   2   2   3   3      reads lanes; world // 2 of them
+    sequence rank             0   1   0   1   0   1   0   1      which part of the row
+    leads                     x       x       x       x          counts what the row holds, writes its books
+
+Neighbours share a row, so that its exchanges stay on one machine. Collectives go over all processes, and optimizer
+states are sharded over all of them; lanes, packs and samples belong to data ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from internvl_pack.parallel.checks import check_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Places in a run; see the picture above.
+
+    Raises:
+        UserError: the processes cannot be parted into groups of `sequence_parallel_size`.
+    """
+
+    process: int = 0
+    processes: int = 1
+    sequence_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_world(self.processes, self.sequence_parallel_size)
+
+    @classmethod
+    def here(cls, sequence_parallel_size: int = 1) -> Ranks:
+        """The place of this process in torch.distributed's world, or alone."""
+        if not dist.is_initialized():
+            return cls(sequence_parallel_size=sequence_parallel_size)
+        return cls(
+            process=dist.get_rank(),
+            processes=dist.get_world_size(),
+            sequence_parallel_size=sequence_parallel_size,
+        )
+
+    @property
+    def data_rank(self) -> int:
+        return self.process // self.sequence_parallel_size
+
+    @property
+    def data_ranks(self) -> int:
+        return self.processes // self.sequence_parallel_size
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.process % self.sequence_parallel_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for those that it shares its rows with."""
+        return not self.sequence_rank
+
+    @property
+    def is_first(self) -> bool:
+        return not self.process
+
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """The value of each process, everywhere; all processes call it together."""
+        values: list[Any] = [value]
+        if self.processes > 1:
+            values = [None] * self.processes
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    def gather_books(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """The value of each data rank, once; all processes call it together, those that do not lead for nothing."""
+        return self.gather(value if self.leads else None, group)[:: self.sequence_parallel_size]
