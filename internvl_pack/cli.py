@@ -67,7 +67,8 @@ def _help_of(path: Path) -> str:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == "HELP" for target in targets):
+            named = any(isinstance(target, ast.Name) and target.id == "HELP" for target in targets)
+            if named and node.value is not None:
                 return ast.literal_eval(node.value)
     raise AssertionError(f"{path.name} has no HELP")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -215,11 +216,14 @@ def padded_collate_fn(
     for row in rows:
         if len(row.segments) > 1:
             raise ValueError(f"padded_collate_fn takes one sample a row, lane {row.lane} gave {len(row.segments)}")
-    options = {"pad_token_id": pad_token_id, "image_size": image_size, "loss_reduction": loss_reduction}
-    options["image_token_id"] = image_token_id
-    singles = [packed_collate_fn([row], **options) for row in rows if row.segments]
-    if not singles:
-        singles = [packed_collate_fn(rows[:1], **options)]
+    collate = partial(
+        packed_collate_fn,
+        pad_token_id=pad_token_id,
+        image_size=image_size,
+        loss_reduction=loss_reduction,
+        image_token_id=image_token_id,
+    )
+    singles = [collate([row]) for row in rows if row.segments] or [collate(rows[:1])]
     length = max(one["num_tokens"] for one in singles)
     batch: dict[str, Any] = {}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
@@ -241,8 +245,15 @@ def padded_collate_fn(
     return batch
 
 
-_SUMS = ("num_samples", "num_segments", "num_packs", "num_real_tokens", "num_tiles", "num_loss_tokens")
-_SUMS += ("sum_squared_lengths",)
+_SUMS = (
+    "num_samples",
+    "num_segments",
+    "num_packs",
+    "num_real_tokens",
+    "num_tiles",
+    "num_loss_tokens",
+    "sum_squared_lengths",
+)
 
 
 def padded_length(num_tokens: int, pad_to: int | Sequence[int] | None) -> int:

@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class SampleError(ValueError):
         self.reason = reason
         self.detail = detail
 
-    def __reduce__(self):  # ValueError would unpickle with one argument
+    def __reduce__(self) -> tuple[type[SampleError], tuple[Any, ...]]:  # ValueError would unpickle with one argument
         return type(self), (self.reason, self.detail)
 
 

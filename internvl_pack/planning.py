@@ -150,7 +150,7 @@ class Planner:
         write = _PackWriter(lane_path(folder, epoch, lane), self.config.pad_to_multiple_of)
         turn = 0
         for turn, pack in enumerate(self._packs(reader), 1):
-            write.add(epoch, lane, turn - 1, self.config.num_lanes, pack)
+            write.add(epoch, lane, turn - 1, reader.num_lanes, pack)
         write_table(refused_path(folder, epoch, lane), reader.refused, REFUSED_COLUMNS)
         write.close()
         return reader.cursor, turn
@@ -158,7 +158,7 @@ class Planner:
     def _packs(self, reader: _LaneReader) -> Iterator[list[PlannedFragment]]:
         budget = self.config.budget()
         if self.policy is None:
-            packer = LanePacker(
+            packer: LanePacker[PlannedFragment] = LanePacker(
                 budget,
                 policy=self.config.packing_policy,
                 buffer_size=self.config.max_buffer_size,
@@ -175,10 +175,10 @@ class Planner:
                 if not packer.waiting:
                     return
                 yield packer.pop()
-        fragments = []
+        everything: list[PlannedFragment] = []
         while (more_fragments := reader.next_sample()) is not None:
-            fragments += more_fragments
-        packs = OFFLINE_POLICIES[self.policy](fragments, budget)
+            everything += more_fragments
+        packs = OFFLINE_POLICIES[self.policy](everything, budget)
         order = Permutation(len(packs), derive_seed(self.config.seed, "packs", reader.epoch, reader.lane))
         for turn in range(len(packs)):
             yield packs[order[turn]]
@@ -189,7 +189,8 @@ class _LaneReader:
 
     def __init__(self, planner: Planner, epoch: int, lane: int) -> None:
         config = planner.config
-        self.planner, self.epoch, self.lane = planner, epoch, lane
+        assert config.num_lanes, "resolved"
+        self.planner, self.epoch, self.lane, self.num_lanes = planner, epoch, lane, config.num_lanes
         self.mixture = config.mixture(planner.parts, epoch)
         self.budget = config.budget()
         self.room = min(self.budget.max_segment_tokens, config.max_seq_length or self.budget.max_segment_tokens)
@@ -200,7 +201,7 @@ class _LaneReader:
 
     def next_sample(self) -> list[PlannedFragment] | None:
         """The next sample's fragments, none where it is refused; None at the end of the lane."""
-        position = self.lane + self.cursor * self.planner.config.num_lanes
+        position = self.lane + self.cursor * self.num_lanes
         if position >= len(self.mixture):
             return None
         self.cursor += 1
@@ -220,8 +221,8 @@ class _LaneReader:
         if 0 < tokens <= self.room and tiles <= self.budget.max_tiles:
             return [PlannedFragment(position, sample_id, 0, 1, 0, tokens, 0, tiles, 0, 0, tokens, tiles, loss)]
         fragments = self.planner.config.cut(self.planner.table.record(which, row, sample_id), position, self.budget)
-        fields = Fragment.__dataclass_fields__
-        return [PlannedFragment(*(getattr(f, name) for name in fields), tokens, tiles, loss) for f in fragments]
+        planned = partial(PlannedFragment, sample_tokens=tokens, sample_tiles=tiles, sample_loss_tokens=loss)
+        return [planned(**{name: getattr(f, name) for name in Fragment.__dataclass_fields__}) for f in fragments]
 
     def _refuse(self, position: int, which: int, row: int, error: SampleError) -> None:
         sample_id = self.planner.ids[which].sample_id(row)
@@ -328,7 +329,7 @@ def write_preset(
     num_lanes = config.num_lanes
     assert num_lanes
     figures = _Figures(config)
-    counts = []
+    counts: list[list[int]] = []
     packs_part, refused_part = (out / f"{name}.part" for name in (PACKS, REFUSED))
     pq = parquet()
     with (

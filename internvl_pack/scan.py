@@ -71,6 +71,7 @@ class Scanner:
         """Write the chunk file of rows [start, stop); returns their number."""
         columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA}
         for row in range(start, stop):
+            values: tuple[Any, ...]
             try:
                 record = self.encoder.load(self.sources[which], row, self.specs[which]).record
             except SampleError as error:

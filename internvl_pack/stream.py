@@ -68,7 +68,7 @@ class LaneStream:
         self.epoch = epoch
         self.mixture = mixture
         self.budget = config.budget()
-        self.packer = LanePacker(
+        self.packer: LanePacker[Fragment] = LanePacker(
             self.budget,
             policy=config.packing_policy if config.packing else "single",
             buffer_size=config.max_buffer_size if config.packing else 1,

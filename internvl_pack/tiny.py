@@ -6,8 +6,22 @@ Same classes, same special tokens and same code paths as the published checkpoin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import SampleError
+
+if TYPE_CHECKING:
+    from transformers import (
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
+
+    from .sources import Source
 
 IMAGE_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -18,7 +32,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048):
+def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on `texts`, with the ChatML and InternVL special tokens.
 
     Every string round-trips (the 256 bytes are in the alphabet). The same texts give the same tokenizer.
@@ -48,20 +62,37 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048):
     return fast
 
 
-def conversation_texts(jsonl: Path) -> list[str]:
+def conversation_texts(jsonl: Path | str) -> list[str]:
     """Every turn's text of an annotation file, in order."""
-    texts = []
+    texts: list[str] = []
     with open(jsonl, encoding="utf-8") as lines:
         for line in lines:
             texts.extend(turn["value"] for turn in json.loads(line)["conversations"])
     return texts
 
 
+def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
+    """Texts of some `limit` rows, of each dataset as many, of those that can be read; long ones cut."""
+    for source in sources:
+        rows = max(1, limit // len(sources))
+        for row in range(0, len(source), max(1, len(source) // rows)):
+            try:
+                turns = source.read(row).data.get("conversations")
+            except SampleError:
+                continue
+            for turn in turns if isinstance(turns, list) else ():
+                text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
+                if isinstance(text, str):
+                    yield text[:2000]
+
+
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
 LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
-def tiny_text_config(llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 64, num_layers: int = 2, **overrides):
+def tiny_text_config(
+    llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 64, num_layers: int = 2, **overrides: Any
+) -> PreTrainedConfig:
     """Config of a tiny language model of a family, with grouped-query heads (4 query, 2 key-value)."""
     from transformers import AutoConfig
 
@@ -86,15 +117,15 @@ def tiny_text_config(llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 
 
 
 def tiny_internvl_config(
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     llm: str = "qwen2",
     *,
     image_size: int = 56,
     patch_size: int = 14,
     vision_hidden_size: int = 32,
     num_vision_layers: int = 2,
-    **text_settings,
-):
+    **text_settings: Any,
+) -> InternVLConfig:
     """Config of a tiny InternVL: by default 4 tokens a tile of 56 x 56, 2 vision and 2 decoder layers.
 
     Args:
@@ -116,14 +147,16 @@ def tiny_internvl_config(
     return InternVLConfig(
         vision_config=vision,
         text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_token_id=tokenizer.get_added_vocab()["<IMG_CONTEXT>"],
         image_seq_length=(image_size // patch_size) ** 2 // 4,
         downsample_ratio=0.5,
         tie_word_embeddings=text.tie_word_embeddings,
     )
 
 
-def tiny_internvl(tokenizer, llm: str = "qwen2", *, seed: int = 0, **settings):
+def tiny_internvl(
+    tokenizer: PreTrainedTokenizerBase, llm: str = "qwen2", *, seed: int = 0, **settings: Any
+) -> InternVLForConditionalGeneration:
     """A tiny InternVLForConditionalGeneration with seeded random weights, float32; see `tiny_internvl_config`."""
     import torch
     from transformers import InternVLForConditionalGeneration
@@ -133,7 +166,9 @@ def tiny_internvl(tokenizer, llm: str = "qwen2", *, seed: int = 0, **settings):
         return InternVLForConditionalGeneration(tiny_internvl_config(tokenizer, llm, **settings))
 
 
-def save_tiny_checkpoint(directory: Path | str, tokenizer, llm: str = "qwen2", **settings) -> Path:
+def save_tiny_checkpoint(
+    directory: Path | str, tokenizer: PreTrainedTokenizerBase, llm: str = "qwen2", **settings: Any
+) -> Path:
     """Write a tiny model and its tokenizer as an ordinary checkpoint, which `from_pretrained` loads."""
     directory = Path(directory)
     tiny_internvl(tokenizer, llm, **settings).save_pretrained(directory)

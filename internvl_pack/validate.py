@@ -23,6 +23,7 @@ from .config import PackingConfig
 from .encode.sample import Encoder
 from .errors import SampleError, UserError, costs_one_sample
 from .sources import DatasetSpec, Source
+from .sources.shards import ShardSource
 
 CHUNK_ROWS = 256
 """Rows that a worker checks at a time: some 0.1 s by headers."""
@@ -151,7 +152,7 @@ class Checker:
                 dataset=spec.name,
                 id=own_id,
                 index=row if is_line else None,
-                key=None if is_line else source.key(row),
+                key=source.key(row) if isinstance(source, ShardSource) else None,
                 sample_id=sample_id,
                 source=source.origin(row),
                 reason=error.reason,
@@ -215,8 +216,8 @@ def _in_order(
     waiting: deque[tuple[tuple[int, int, int], Future]] = deque()
     try:
         while True:
-            while len(waiting) < in_flight and (chunk := next(chunks, None)) is not None:
-                waiting.append((chunk, pool.submit(_check, *chunk)))
+            while len(waiting) < in_flight and (following := next(chunks, None)) is not None:
+                waiting.append((following, pool.submit(_check, *following)))
             if not waiting:
                 return
             chunk, future = waiting.popleft()

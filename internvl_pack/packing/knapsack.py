@@ -92,7 +92,7 @@ class SubsetSums:
             column = self._all & (self._first_column << tiles)
             if not column:
                 continue
-            rows = []
+            rows: list[int] = []
             low, high = column & below, column >> split
             while low and len(rows) < most:
                 bit = low.bit_length() - 1

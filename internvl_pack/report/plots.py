@@ -96,7 +96,7 @@ def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme
     import matplotlib.pyplot as plt
 
     t = _THEMES[theme]
-    settings = {
+    settings: dict[Any, Any] = {
         "font.family": _fonts(),
         "font.size": 9,
         "text.parse_math": False,  # names of datasets are text, whatever is in them

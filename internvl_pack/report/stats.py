@@ -11,7 +11,7 @@ kept in memory are counts by value, which do not grow with the data.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -184,7 +184,7 @@ class Stats:
     def padding(self) -> dict[str, float]:
         """The share of computed tokens that is padding: batches padded to their longest, by size, and packed rows."""
         room = min(self.config.budget().max_segment_tokens, self.config.max_seq_length or 1 << 62)
-        counts: Counter[int] = Counter()
+        counts: dict[int, float] = defaultdict(float)
         for d in self.datasets:  # as often as an epoch has them
             weight = d.positions / d.rows if d.rows else 0.0
             for value, count in d.tokens.counts.items():

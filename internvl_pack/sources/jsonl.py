@@ -71,7 +71,7 @@ def scan_lines(fd: int, start: int, stop: int, size: int) -> Iterator[tuple[np.n
     if start == 0:
         position = len(_BOM) if os.pread(fd, len(_BOM), 0) == _BOM else 0
     buffer = np.empty(CHUNK_BYTES + 1, np.uint8)  # the byte before the chunk, then the chunk
-    view = memoryview(buffer)
+    view = memoryview(buffer.data)
     first = start == 0
     stop = min(stop, size)
     while position < stop:

@@ -173,14 +173,15 @@ def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
     if annotation is not None:
         (annotation,) = _existing_files(where, "annotation", folder, [annotation])
     shards = None if patterns is None else tuple(_existing_shards(where, folder, patterns))
+    repeat_time = _number(where, entry, "repeat_time", zero=False)
     return DatasetSpec(
         name=name,
         root=_root(where, folder, _text(where, entry, "root"), needed=annotation is not None),
         annotation=annotation,
         shards=shards,
         data_augment=_flag(where, entry, "data_augment"),
-        repeat_time=_number(where, entry, "repeat_time", 1.0, zero=False),
-        weight=_number(where, entry, "weight", None, zero=True),
+        repeat_time=1.0 if repeat_time is None else repeat_time,
+        weight=_number(where, entry, "weight", zero=True),
         max_dynamic_patch=_count(where, entry, "max_dynamic_patch", at_least=1),
         length=_count(where, entry, "length", at_least=0),
         meta_file=meta_file,
@@ -215,10 +216,10 @@ def _flag(where: str, entry: dict[str, Any], key: str) -> bool:
     return value
 
 
-def _number(where: str, entry: dict[str, Any], key: str, default: float | None, *, zero: bool) -> float | None:
+def _number(where: str, entry: dict[str, Any], key: str, *, zero: bool) -> float | None:
     value = entry.get(key)
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{where}: {key!r} must be a number, found {value!r}")
     try:

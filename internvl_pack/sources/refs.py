@@ -15,9 +15,12 @@ import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import MACHINE_ERRORS, SampleError, UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_OPEN_FILES = 128
 """Descriptors of annotation files and shards that a process keeps open."""
@@ -296,10 +299,11 @@ class _Window(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def readinto(self, buffer) -> int:
-        count = max(0, min(len(buffer), self._ref.size - self._position))
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._ref.size - self._position))
         if count:
-            buffer[:count] = self._ref._read(count, self._position)
+            view[:count] = self._ref._read(count, self._position)
             self._position += count
         return count
 

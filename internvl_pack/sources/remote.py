@@ -59,7 +59,7 @@ class RemoteError(OSError):
         self.tired = tired
         self._arguments = (address, what, gone, tired)
 
-    def __reduce__(self):  # errors of workers are pickled
+    def __reduce__(self) -> tuple[Callable[..., RemoteError], tuple[Any, ...]]:  # errors of workers are pickled
         return _remote_error, self._arguments
 
 
@@ -378,8 +378,8 @@ def _copy(address: str, path: str) -> None:
     if version["size"] is not None and size != version["size"]:
         os.unlink(partial)
         raise RemoteError(address, f"{size} bytes came, {version['size']} were announced: does it change?")
-    with open(path + ".json", "w", encoding="utf-8") as file:
-        json.dump({**version, "size": size, "address": address}, file)
+    with open(path + ".json", "w", encoding="utf-8") as notes:
+        json.dump({**version, "size": size, "address": address}, notes)
     os.replace(partial, path)
 
 

@@ -171,7 +171,7 @@ class ShardDamageError(SampleError):
         self.key = key
         self.origin = origin
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[ShardDamageError], tuple[str, str, str | None, str]]:
         return type(self), (self.reason, self.detail, self.key, self.origin)
 
 
@@ -267,12 +267,13 @@ class _ShardScan:
             self.warnings.append(f"{self.path} holds no sample")
         return ShardIndex(
             self.stamp,
-            *(np.array(column, dtype) for column, dtype in (
-                (rows.first, np.uint32), (rows.member, np.uint64), (rows.status, np.uint8), (rows.hashes, np.uint64)
-            )),
+            np.array(rows.first, np.uint32),
+            np.array(rows.member, np.uint64),
+            np.array(rows.status, np.uint8),
+            np.array(rows.hashes, np.uint64),
             damage,
             tuple(self.warnings),
-        )  # fmt: skip
+        )
 
     def _walk(self) -> None:
         size = self.stamp.size
@@ -502,13 +503,16 @@ def load_index(path: str, stamp: Stamp) -> ShardIndex | None:
     if found is None:
         return None
     try:
-        columns = [found.columns[name] for name in ("first", "member", "status", "hashes")]
-        rows = len(columns[2])
-        if len(columns[0]) != rows + 1 or int(columns[0][-1]) != len(columns[1]) or len(columns[3]) != rows:
+        first, member, status, hashes = (found.columns[name] for name in ("first", "member", "status", "hashes"))
+        rows = len(status)
+        if len(first) != rows + 1 or int(first[-1]) != len(member) or len(hashes) != rows:
             raise BadIndexError("is damaged")
         return ShardIndex(
             stamp,
-            *columns,
+            first,
+            member,
+            status,
+            hashes,
             tuple(Damage(*entry) for entry in found.notes["damage"]),
             tuple(line.replace("{path}", path) for line in found.notes["warnings"]),
         )
