@@ -179,15 +179,14 @@ class PackedDataset(IterableDataset):
         """Options and data that the order of packs depends on, by name, as JSON values."""
         config = {k: v for k, v in asdict(self.config).items() if k not in _POLICY_OPTIONS}
         config["cost_model"] = list(astuple(self.cost_model))  # the same model may lie elsewhere on resume
-        data = [self._data_options(part, spec) for part, spec in zip(self.parts, self.specs, strict=True)]
+        data = [self._data_options(*each) for each in zip(self.parts, self.specs, self.sources, strict=True)]
         return config | {"num_lanes": self.num_lanes, "meta": data} | self.encoder.fingerprint()
 
-    def _data_options(self, part: MixturePart, spec: DatasetSpec) -> dict[str, Any]:
+    def _data_options(self, part: MixturePart, spec: DatasetSpec, source: Source) -> dict[str, Any]:
         """What the order depends on of a dataset. Its folder is not: data may be moved."""
         files = spec.shards or ([spec.annotation] if spec.annotation else [])
         names = "\n".join(os.path.basename(path) for path in files)
         of_files = os.path.basename(files[0]) if len(files) == 1 else hashlib.sha256(names.encode()).hexdigest()[:16]
-        source = next(s for s, p in zip(self.sources, self.parts, strict=True) if p is part)
         return {
             "name": part.name,
             "rows": part.num_rows,

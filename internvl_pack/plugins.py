@@ -1,18 +1,23 @@
-"""Modules of the user's own that register sources and chat templates, imported when an unknown name is asked for.
+"""Registries of what users may add, and the modules of theirs that add to them.
 
     INTERNVL_PACK_PLUGINS=my_sources,my_templates internvl-pack validate meta.json
 
-The variable reaches every process that a launcher starts. A meta file cannot name a module: data runs no code.
+The modules are imported when an unknown name is asked for. The variable reaches every process that a launcher starts.
+A meta file cannot name a module: data runs no code.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from .errors import UserError
 
 VARIABLE = "INTERNVL_PACK_PLUGINS"
+
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
 def load_plugins() -> None:
@@ -30,3 +35,21 @@ def load_plugins() -> None:
             raise UserError(
                 f"{VARIABLE}: there is no module {name!r}: add its folder to PYTHONPATH or install it"
             ) from None
+
+
+def add_to(registry: dict[str, Any], what: str, name: str, factory: _Factory) -> _Factory:
+    """Enter a factory. One defined anew, as a notebook's cell that runs again does, takes its own place.
+
+    Raises:
+        UserError: another one has the name.
+    """
+    there = registry.get(name)
+    if there is not None and _home(there) != _home(factory):
+        raise UserError(f"{what} {name!r} is registered already, by {'.'.join(_home(there))}: choose another name")
+    registry[name] = factory
+    return factory
+
+
+def _home(factory: Any) -> tuple[str, str]:
+    kind = factory if hasattr(factory, "__qualname__") else type(factory)
+    return str(kind.__module__), kind.__qualname__

@@ -98,7 +98,7 @@ class PresetDataset(PackedDataset):
     def mixture(self, epoch: int) -> Mixture:
         return super().mixture(epoch % self.preset.epochs)
 
-    def _data_options(self, part: MixturePart, spec: DatasetSpec) -> dict[str, Any]:
+    def _data_options(self, part: MixturePart, spec: DatasetSpec, source: Source) -> dict[str, Any]:
         # The preset was checked against all else, and a materialised one knows no files.
         return {"name": part.name, "rows": part.num_rows, "repeat_time": part.repeat_time, "weight": part.weight}
 

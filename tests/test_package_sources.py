@@ -10,10 +10,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from internvl_pack import DatasetSource, EncodeConfig, Encoder, PackedDataset, PackingConfig, UserError, build_loader
-from internvl_pack.errors import SampleError
-from internvl_pack.sources import load_meta, open_source
+from internvl_pack import (
+    DatasetSource,
+    EncodeConfig,
+    Encoder,
+    PackedDataset,
+    PackingConfig,
+    SampleError,
+    UserError,
+    build_loader,
+    register_source,
+    register_template,
+)
+from internvl_pack.cli import main
+from internvl_pack.encode.images import header_of
+from internvl_pack.sources import FileRef, load_meta, open_source
+from internvl_pack.sources.hf import _RowImage
 
+TURN = ("from", "value")
 ENCODE = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=4)
 CONFIG = PackingConfig(max_packed_tokens=256, num_images_expected=8, num_lanes=4)
 
@@ -26,6 +40,21 @@ def png(image: Image.Image) -> bytes:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue()
+
+
+class FakeFile:
+    """An image reference to bytes at hand."""
+
+    name = "bytes"
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self) -> bytes:
+        return self.data
+
+    def head(self, num_bytes: int) -> bytes:
+        return self.data[:num_bytes]
 
 
 def rows(count: int = 24) -> list[dict]:
@@ -52,6 +81,19 @@ def test_pil_images_bytes_dicts_paths_and_datasets_give_the_same_batches(tokeniz
         "path": [{**row, "image": f"{n}.png"} for n, row in enumerate(plain)],
         "list": [{"images": [row["image"]], "conversations": row["conversations"]} for row in plain],
         "datasets": datasets.Dataset.from_list(plain),
+        "torch tensors": datasets.Dataset.from_list(plain).with_format("torch"),
+        "lists of a dataset": datasets.Dataset.from_list(
+            [{"images": [row["image"]], "conversations": row["conversations"]} for row in plain]
+        ),
+        "transform": datasets.Dataset.from_list([{"number": n} for n in range(24)]).with_transform(
+            lambda batch: {name: [plain[n][name] for n in batch["number"]] for name in plain[0]}
+        ),
+        "struct of lists": datasets.Dataset.from_list(
+            [
+                {**row, "conversations": {name: [turn[name] for turn in row["conversations"]] for name in TURN}}
+                for row in plain
+            ]
+        ),
     }
     want = ids_and_pixels(build_loader(dataset_of(DatasetSource("d", plain), tokenizer)))
     assert sum(len(ids) for ids, _ in want) == 24
@@ -100,6 +142,42 @@ def test_a_bad_row_costs_itself_and_is_named(tokenizer):
     assert {(e["id"], e["reason"]) for e in loader.take_events()} == {("d/3", "image_field"), ("d/4", "not_an_object")}
 
 
+def test_a_row_is_read_once_for_all_its_images():
+    read = []
+
+    class Counted(list):
+        def __getitem__(self, row):
+            read.append(row)
+            return super().__getitem__(row)
+
+    turns = [{"from": "human", "value": "<image><image>Which?"}, {"from": "gpt", "value": "This one."}]
+    source = DatasetSource("d", Counted([{"images": [png(picture(1)), picture(2)], "conversations": turns}]))
+    raw = source.read(0)
+    refs = [raw.resolve(name) for name in raw.data["image"]]
+    assert [header_of(ref).upright_size for ref in refs] == [(60, 41), (60, 42)]
+    assert all(ref.read() for ref in refs)
+    assert read == [0]
+    assert source.__getstate__()["_last"] is None  # workers get no pixels with it
+
+
+def test_sizes_of_pillow_images_cost_no_pixels():
+    for mode in ("RGB", "L", "P", "RGBA", "CMYK", "F"):
+        image = Image.new(mode, (3000, 20))
+        image.getexif()[0x0112] = 6
+        ref = DatasetSource("d", [{"image": image, "conversations": []}]).read(0).resolve("#0")
+        assert header_of(ref) == header_of(FakeFile(ref.read())), mode
+        assert header_of(ref).upright_size == (20, 3000)
+        assert len(ref.head(1 << 16)) < 200
+
+
+def test_pillow_images_that_nobody_has_read_are_files(tmp_path):
+    picture(3).save(tmp_path / "a.png")
+    for image, kind in ((Image.open(tmp_path / "a.png"), FileRef), (picture(3), _RowImage)):
+        ref = DatasetSource("d", [{"image": image, "conversations": []}]).read(0).resolve("#0")
+        assert type(ref) is kind
+        assert Image.open(io.BytesIO(ref.read())).tobytes() == picture(3).tobytes()
+
+
 def test_photographs_are_turned_upright():
     image = picture(0)
     image.getexif()[0x0112] = 6
@@ -114,49 +192,164 @@ def test_what_has_no_rows_by_number_is_refused(data):
         DatasetSource("d", data)
 
 
-def test_a_meta_file_names_a_registered_kind_of_a_plugin(tmp_path, monkeypatch, tokenizer):
-    (tmp_path / "my_plugin.py").write_text(
-        "from internvl_pack import ChatML, DatasetSource, register_source, register_template\n"
-        "@register_source('mine')\n"
-        "def mine(name, answer):\n"
-        "    turns = [{'from': 'human', 'value': 'Hi.'}, {'from': 'gpt', 'value': answer}]\n"
-        "    return DatasetSource(name, [{'conversations': turns}] * 3)\n"
-        "@register_template('my_style')\n"
-        "def style(tokenizer):\n"
-        "    return ChatML(tokenizer, None, 'my_style')\n"
-    )
-    meta = tmp_path / "meta.json"
-    meta.write_text(json.dumps({"a": {"source": "mine", "options": {"answer": "Ho."}, "repeat_time": 2}}))
-    (spec,) = load_meta(meta)
-    with pytest.raises(UserError, match=r"source 'mine' is unknown.*INTERNVL_PACK_PLUGINS"):
-        open_source(spec)
+PLUGIN = """
+from internvl_pack import ChatML, DatasetSource, register_source, register_template
+
+@register_source('mine')
+def mine(name, answer):
+    turns = [{'from': 'human', 'value': 'Hi.'}, {'from': 'gpt', 'value': answer}]
+    return DatasetSource(name, [{'conversations': turns}] * 3)
+
+@register_source('half')
+def half(name):
+    return [1, 2]
+
+@register_template('my_style')
+def style(tokenizer):
+    return ChatML(tokenizer, None, 'my_style')
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    (tmp_path / "my_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("INTERNVL_PACK_PLUGINS", "my_plugin")
-    encode = EncodeConfig(conv_style="my_style", tokens_per_tile=4)
-    dataset = PackedDataset.from_meta(meta, tokenizer, CONFIG, encode=encode)
-    assert sum(b["num_samples"] for b in build_loader(dataset)) == 6
-    meta.write_text(json.dumps({"a": {"source": "mine", "options": {"anser": "Ho."}}}))
-    with pytest.raises(UserError, match="anser"):
-        open_source(load_meta(meta)[0])
+
+
+def written(path, entries) -> str:
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def mine(**options) -> dict:
+    return {"a": {"source": "mine", "options": options}}
+
+
+def test_kinds_that_no_plugin_registers_are_refused(tmp_path, tokenizer, monkeypatch):
+    (spec,) = load_meta(written(tmp_path / "meta.json", {"a": {"source": "nobody's"}}))
+    with pytest.raises(UserError, match=r"source \"nobody's\" is unknown.*datasets.*INTERNVL_PACK_PLUGINS"):
+        open_source(spec)
     monkeypatch.setenv("INTERNVL_PACK_PLUGINS", "no_such_plugin")
     with pytest.raises(UserError, match="no module 'no_such_plugin'"):
         Encoder(tokenizer, EncodeConfig(conv_style="unheard of"))
 
 
-def test_a_meta_file_names_a_saved_dataset(tmp_path):
+def test_a_meta_file_names_a_registered_kind_of_a_plugin(tmp_path, plugin, tokenizer):
+    meta = written(tmp_path / "meta.json", {"a": {**mine(answer="Ho.")["a"], "repeat_time": 2}})
+    encode = EncodeConfig(conv_style="my_style", tokens_per_tile=4)
+    dataset = PackedDataset.from_meta(meta, tokenizer, CONFIG, encode=encode)
+    assert sum(b["num_samples"] for b in build_loader(dataset)) == 6
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (mine(anser="Ho."), "'options' of source 'mine'.*anser"),
+        (mine(), "'options' of source 'mine'.*answer"),
+        ({"a": {"source": "half"}}, "gives a list, not a Source"),
+        ({"a": {"source": "datasets", "options": {}}}, "path"),
+        ({"a": {"source": "datasets", "options": {"path": "x", "splitt": "y"}}}, "splitt"),
+        ({"a": {"source": "datasets", "options": {"path": "nowhere"}}}, "nowhere does not exist"),
+        ({"a": {"source": "datasets", "options": {"path": "my_plugin.py"}}}, "my_plugin.py cannot be read"),
+    ],
+)
+def test_what_a_source_is_not_made_of_is_refused(tmp_path, plugin, entries, message):
+    pytest.importorskip("datasets")
+    with pytest.raises(UserError, match=message):
+        open_source(load_meta(written(tmp_path / "meta.json", entries))[0])
+
+
+def test_a_name_belongs_to_one_factory():
+    def once_more():
+        @register_source("test: twice")
+        def factory(name):
+            return DatasetSource(name, [])
+
+        return factory
+
+    assert once_more() is not once_more()  # a cell of a notebook that is run again
+    with pytest.raises(UserError, match=r"source 'test: twice' is registered already, by .*once_more"):
+        register_source("test: twice")(DatasetSource)
+    with pytest.raises(UserError, match="conv_style 'internvl2_5' is registered already"):
+        register_template("internvl2_5")(lambda tokenizer: None)
+
+
+def save(folder, count: int = 24):
     datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list(rows(5))
-    data.save_to_disk(str(tmp_path / "saved"))
+    data = datasets.Dataset.from_list(rows(count))
+    data.save_to_disk(str(folder))
+    return data
+
+
+def saved(path: str, **options) -> dict:
+    return {"source": "datasets", "options": {"path": path, **options}}
+
+
+def test_a_meta_file_names_a_saved_dataset(tmp_path):
+    data = save(tmp_path / "saved", 5)
     data.to_parquet(str(tmp_path / "rows.parquet"))
-    meta = tmp_path / "meta.json"
-    entries = {"a": {"path": "saved"}, "b": {"path": "rows.parquet"}}
-    meta.write_text(json.dumps({name: {"source": "datasets", "options": o} for name, o in entries.items()}))
-    for spec in load_meta(meta):
+    data.train_test_split(2).save_to_disk(str(tmp_path / "splits"))
+    entries = {
+        "a": saved("saved"),
+        "b": saved("rows.parquet"),
+        "c": saved("splits", split="test"),
+        "d": saved("splits"),
+        "e": saved("splits", split="tests"),
+        "f": saved("saved", split="test"),
+    }
+    specs = load_meta(written(tmp_path / "meta.json", entries))
+    for spec, count in zip(specs, (5, 5, 2), strict=False):
         source = open_source(spec)
-        assert len(source) == 5
-        assert source.read(2).resolve("#0").read()
+        assert len(source) == count
+        assert source.read(1).resolve("#0").read()
         with pytest.raises(SampleError):
-            source.read(2).resolve("missing.png").read()
+            source.read(1).resolve("missing.png").read()
+    for spec, message in zip(specs[3:], ("train, test: choose", "has train, test", "is not split"), strict=True):
+        with pytest.raises(UserError, match=message):
+            open_source(spec)
+
+
+TILES = ("--force_image_size", "56", "--dynamic_image_size", "True", "--max_dynamic_patch", "4")
+BUDGETS = ("--max_packed_tokens", "256", "--num_images_expected", "8")
+
+
+def test_every_command_takes_a_registered_source(tmp_path, tokenizer, capsys):
+    save(tmp_path / "saved")
+    meta = written(tmp_path / "meta.json", {"d": saved("saved")})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = ("--tokenizer", str(tmp_path / "tokenizer"))
+    here = ("--workers", "0")
+
+    def said(*argv) -> str:
+        assert main(argv) == 0, argv
+        return capsys.readouterr().out
+
+    assert "24 samples: 24 good" in said("validate", meta, "--decode", *TILES, *BUDGETS, *here)
+    stats = json.loads(said("stats", meta, "--json", *model, *TILES, *BUDGETS, *here).splitlines()[-1])
+    assert stats["datasets"][0]["rows"] == 24 and stats["datasets"][0]["tiles"]["max"] == 1
+    page = ("preview", meta, "--out", str(tmp_path / "page.html"), "--packs", "99", "--json")
+    assert json.loads(said(*page, *model, *TILES, *BUDGETS).splitlines()[-1])["segments"] == 24
+    assert "samples                        24" in said("simulate", meta, *model, *TILES[:2], *BUDGETS)
+    assert "source 'datasets' needs no index" in said("index", meta, *here)
+    plan = ("plan", meta, "--out", str(tmp_path / "preset"), "--materialise", *model, *TILES, *BUDGETS, *here)
+    assert "24 samples" in said(*plan)
+    assert (tmp_path / "preset" / "tokens.parquet").is_file()
+
+
+def test_a_preset_gives_the_packs_that_streaming_gives_and_knows_other_rows(tmp_path, tokenizer):
+    from internvl_pack import PresetDataset
+    from internvl_pack.planning import plan_preset
+
+    data = rows()
+    source = DatasetSource("d", data)
+    streamed = dataset_of(source, tokenizer)
+    plan_preset(tmp_path / "preset", streamed.specs, [source], streamed.encoder, CONFIG)
+    planned = PresetDataset(tmp_path / "preset", [source], streamed.encoder, CONFIG, specs=streamed.specs)
+    assert ids_and_pixels(build_loader(planned)) == ids_and_pixels(build_loader(streamed))
+    other = DatasetSource("d", [{**data[0], "conversations": []}, *data[1:]])
+    with pytest.raises(UserError, match="content of dataset 'd'"):
+        PresetDataset(tmp_path / "preset", [other], streamed.encoder, CONFIG, specs=streamed.specs)
 
 
 @pytest.mark.parametrize(

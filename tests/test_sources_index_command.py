@@ -142,4 +142,4 @@ def test_a_folder_that_cannot_be_written_is_said(folder, monkeypatch, capsys):
 
 
 def test_each_file_is_indexed_once(folder):
-    assert len(command.data_files(str(folder / "meta.json"))) == 5
+    assert len(command.data_files(load_meta(folder / "meta.json"))) == 5

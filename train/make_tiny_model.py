@@ -23,7 +23,7 @@ from internvl_pack.tiny import LANGUAGE_MODELS
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="make_tiny_model", description=__doc__.partition("\n")[0])
-    parser.add_argument("--meta_path", required=True, help="meta file whose annotation files train the tokenizer")
+    parser.add_argument("--meta_path", required=True, help="meta file whose texts train the tokenizer")
     parser.add_argument("--output_dir", required=True, help="folder of the checkpoint")
     parser.add_argument("--llm", default="qwen2", choices=LANGUAGE_MODELS, help="family of the language model")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens of the vocabulary at most")
@@ -48,8 +48,8 @@ def write(args: argparse.Namespace) -> None:
     """
     from transformers.utils import logging as transformers_logging
 
-    from internvl_pack.sources import load_meta
-    from internvl_pack.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+    from internvl_pack.sources import load_meta, open_source
+    from internvl_pack.tiny import conversation_texts, save_tiny_checkpoint, source_texts, tiny_tokenizer
 
     if args.image_size < 28 or args.image_size % 28:
         raise UserError(
@@ -58,11 +58,11 @@ def write(args: argparse.Namespace) -> None:
     if args.hidden_size < 32 or args.hidden_size % 32:
         raise UserError(f"--hidden_size {args.hidden_size}: give a multiple of 32 (4 heads of a multiple of 8)")
     transformers_logging.disable_progress_bar()
-    texts = [
-        text for spec in load_meta(args.meta_path) if spec.annotation for text in conversation_texts(spec.annotation)
-    ]
+    texts: list[str] = []
+    for spec in load_meta(args.meta_path):
+        texts += conversation_texts(spec.annotation) if spec.annotation else source_texts([open_source(spec)])
     if not texts:
-        raise UserError(f"--meta_path {args.meta_path}: no annotation file with conversations to train a tokenizer on")
+        raise UserError(f"--meta_path {args.meta_path}: no conversations to train a tokenizer on")
     tokenizer = tiny_tokenizer(texts, args.vocab_size)
     save_tiny_checkpoint(
         args.output_dir,

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SampleError, UserError
+from ..errors import UserError
 from ..sources import Source
-
-TOKENIZER_TEXTS = 2000
-"""Texts of the data that a stand-in for the model's tokenizer is built from."""
 
 
 def option(group: Any, name: str, kind: Any, default: Any, text: str) -> None:
@@ -117,21 +114,6 @@ def load_tokenizer(path: str) -> Any:
 
 def stand_in_tokenizer(sources: Sequence[Source]) -> Any:
     """A small one built from the data: counts differ from the model's."""
-    from ..tiny import tiny_tokenizer
+    from ..tiny import source_texts, tiny_tokenizer
 
-    return tiny_tokenizer(_texts(sources), vocab_size=1024)
-
-
-def _texts(sources: Sequence[Source]) -> Iterator[str]:
-    """Some texts of each dataset, of records that can be read."""
-    for source in sources:
-        rows = max(1, TOKENIZER_TEXTS // len(sources))
-        for row in range(0, len(source), max(1, len(source) // rows)):
-            try:
-                turns = source.read(row).data.get("conversations")
-            except SampleError:
-                continue
-            for turn in turns if isinstance(turns, list) else ():
-                text = turn.get("value") if isinstance(turn, dict) else None
-                if isinstance(text, str):
-                    yield text[:2000]
+    return tiny_tokenizer(source_texts(sources), vocab_size=1024)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import UserError
 from ..sources import jsonl, shard_index
 from ..sources.index import BadIndexError, read_index
-from ..sources.meta import load_meta
+from ..sources.meta import DatasetSpec, load_meta
 from ..sources.refs import Stamp, stamp_of
 from ._options import add_workers, num_workers
 
@@ -58,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     processes = num_workers(args)
-    files = data_files(args.meta)
+    specs = load_meta(args.meta)
+    for spec in specs:
+        if spec.source is not None:
+            print(f"dataset {spec.name!r}: source {spec.source!r} needs no index")
+    files = data_files(specs)
     stale = [file for file in files if args.force or not is_current(file)]
     num_bytes = sum(file.stamp.size for file in stale)
     started = time.perf_counter()
@@ -81,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def data_files(meta: str) -> list[DataFile]:
-    """The annotation files and shards of a meta file, each once though several datasets may name it."""
+def data_files(specs: Sequence[DatasetSpec]) -> list[DataFile]:
+    """The annotation files and shards of the datasets, each once though several may name it."""
     found = {}
-    for spec in load_meta(meta):
+    for spec in specs:
         if spec.annotation is not None:
             stamp = stamp_of(spec.annotation)
             jsonl.check_format(spec.annotation, stamp)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from internvl_pack.errors import SampleError, UserError
-from internvl_pack.plugins import load_plugins
+from internvl_pack.plugins import add_to, load_plugins
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: The system turn that InternVL2.5 and 3 were trained with (37 tokens with its frame in the Qwen2.5 vocabulary).
 INTERNVL2_5_SYSTEM_PROMPT = (
@@ -42,7 +45,7 @@ class Part(NamedTuple):
     """
 
     kind: str
-    value: object
+    value: np.ndarray | str | int | None
     trained: bool = False
 
 
@@ -59,15 +62,16 @@ class ChatTemplate(Protocol):
 
 _TEMPLATES: dict[str, Callable[..., ChatTemplate]] = {}
 
+_Factory = TypeVar("_Factory", bound=Callable[..., ChatTemplate])
 
-def register_template(conv_style: str) -> Callable:
-    """Register a factory `tokenizer -> ChatTemplate` under the name that users write as `conv_style`."""
 
-    def register(factory):
-        _TEMPLATES[conv_style] = factory
-        return factory
+def register_template(conv_style: str) -> Callable[[_Factory], _Factory]:
+    """Register a factory `tokenizer -> ChatTemplate` under the name that users write as `conv_style`.
 
-    return register
+    Raises:
+        UserError: another one has the name.
+    """
+    return lambda factory: add_to(_TEMPLATES, "conv_style", conv_style, factory)
 
 
 def known_templates() -> tuple[str, ...]:
@@ -75,7 +79,7 @@ def known_templates() -> tuple[str, ...]:
     return tuple(sorted(_TEMPLATES))
 
 
-def make_template(conv_style: str, tokenizer) -> ChatTemplate:
+def make_template(conv_style: str, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Build the template of a `conv_style`; UserError for an unknown name or an unsuitable tokenizer."""
     if conv_style not in _TEMPLATES:
         load_plugins()
@@ -84,7 +88,7 @@ def make_template(conv_style: str, tokenizer) -> ChatTemplate:
     return _TEMPLATES[conv_style](tokenizer)
 
 
-def single_token(tokenizer, token: str, conv_style: str) -> int:
+def single_token(tokenizer: PreTrainedTokenizerBase, token: str, conv_style: str) -> int:
     """The id of a control token; UserError where the tokenizer does not have it as one token."""
     token_id = tokenizer.get_added_vocab().get(token)
     if token_id is None:
@@ -103,7 +107,9 @@ class ChatML:
     `<|im_end|>`: not the header, not the newline after the turn. An answer of nothing but white space is not trained.
     """
 
-    def __init__(self, tokenizer, system_prompt: str | None, conv_style: str = "internvl2_5") -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, conv_style: str = "internvl2_5"
+    ) -> None:
         start = single_token(tokenizer, "<|im_start|>", conv_style)
         end = single_token(tokenizer, "<|im_end|>", conv_style)
 
@@ -142,7 +148,7 @@ class ChatML:
 
 
 @register_template("internvl2_5")
-def _internvl2_5(tokenizer) -> ChatML:
+def _internvl2_5(tokenizer: PreTrainedTokenizerBase) -> ChatML:
     return ChatML(tokenizer, INTERNVL2_5_SYSTEM_PROMPT)
 
 
@@ -161,7 +167,7 @@ class TokenizerTemplate:
     _NAMES = {"system": "system", "human": "user", "gpt": "assistant"}  # noqa: RUF012
     _STAND_IN = re.compile("\ue000([0-9]+)\ue001")
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise UserError("conv_style 'chat_template' needs a tokenizer with a chat template; this one has none")
         self._tokenizer = tokenizer
@@ -184,12 +190,14 @@ class TokenizerTemplate:
         parts: list[Part] = []
         for kind, value, trained in plan:
             if kind == "turn":
+                assert isinstance(value, int)
                 trained = trained and any(piece.strip() for piece in pieces[value])
                 _append_text(parts, pieces[value][0], trained)
                 for piece in pieces[value][1:]:
                     parts.append(IMAGE)
                     _append_text(parts, piece, trained)
             elif kind == "text":
+                assert isinstance(value, str)
                 _append_text(parts, value, trained)
             else:
                 parts.append(Part(kind, value, trained))
@@ -202,9 +210,11 @@ class TokenizerTemplate:
             {"role": self._NAMES[role], "content": text} for role, text in zip(roles, texts, strict=False)
         ]  # as many as there are texts
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise SampleError("chat_template_refuses", f"roles {', '.join(roles[:8])}: {error}") from None
+        assert isinstance(rendered, str), "one conversation, not tokenized"
+        return rendered
 
     def _pieces_as_rendered(self, turns: list[Turn], rendered: str) -> list[tuple[str, ...]]:
         """The pieces of all turns, trimmed if that is what the template does."""
@@ -213,7 +223,9 @@ class TokenizerTemplate:
         actual = self._render(roles, texts)
         for trim in (False, True):
             shown = [text.strip() for text in texts] if trim else texts
-            if actual == self._STAND_IN.sub(lambda match, shown=shown: shown[int(match[1])], rendered):
+            filled = self._STAND_IN.split(rendered)  # text, number, text, ...: the numbers' places
+            filled[1::2] = [shown[int(number)] for number in filled[1::2]]
+            if actual == "".join(filled):
                 return [_trimmed(turn.pieces) if trim else turn.pieces for turn in turns]
         raise SampleError("chat_template_rewrites", "the chat template changes the text of a turn")
 
@@ -243,10 +255,10 @@ class TokenizerTemplate:
             marks += [(len(prompt), None, True), (len(upto.rstrip()), None, False), (len(upto), role, False)]
         plan: list[Part] = []
         trained, start = False, 0
-        for place, role, trained_after in [*marks, (len(rendered), None, False)]:
+        for place, ended, trained_after in [*marks, (len(rendered), None, False)]:
             self._add_rendered(plan, rendered[start:place], trained)
-            if role is not None:
-                plan.append(Part("end", role))
+            if ended is not None:
+                plan.append(Part("end", ended))
             trained, start = trained_after, place
         return rendered, plan
 
@@ -270,8 +282,9 @@ class TokenizerTemplate:
 
 def _append_text(parts: list[Part], text: str, trained: bool) -> None:
     """Text that follows text of the same kind is encoded with it, as in the string that the template writes."""
-    if parts and parts[-1].kind == "text" and parts[-1].trained == trained:
-        parts[-1] = Part("text", parts[-1].value + text, trained)
+    before = parts[-1] if parts else None
+    if before is not None and isinstance(before.value, str) and before.kind == "text" and before.trained == trained:
+        parts[-1] = Part("text", before.value + text, trained)
     elif text:
         parts.append(Part("text", text, trained))
 
@@ -283,5 +296,5 @@ def _trimmed(pieces: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @register_template("chat_template")
-def _chat_template(tokenizer) -> TokenizerTemplate:
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> TokenizerTemplate:
     return TokenizerTemplate(tokenizer)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
-
-from ..errors import UserError
-from ..plugins import load_plugins
 from .base import RawSample, Source
 from .meta import DatasetSpec, load_meta
 from .refs import FileRef, ImageRef, SliceRef
+from .registry import known_sources, open_registered, register_source
 
 __all__ = [
     "DatasetSpec",
@@ -24,40 +19,6 @@ __all__ = [
     "open_source",
     "register_source",
 ]
-
-SourceFactory = Callable[..., Source]
-_KINDS: dict[str, SourceFactory] = {}
-
-
-def register_source(kind: str) -> Callable[[SourceFactory], SourceFactory]:
-    """Register a factory under the name that meta files write as `source`.
-
-    The factory is called as `factory(name, **options)` with the entry's `options`; relative paths in them are the
-    factory's business, except `path`, which stands against the meta file's folder.
-
-    Raises:
-        UserError: the kind is taken.
-    """
-
-    def register(factory: SourceFactory) -> SourceFactory:
-        if _KINDS.get(kind, factory) is not factory:
-            raise UserError(f"source {kind!r} is registered already: choose another name")
-        _KINDS[kind] = factory
-        return factory
-
-    return register
-
-
-def known_sources() -> tuple[str, ...]:
-    """The kinds that a meta file may name as `source`."""
-    return tuple(sorted(_KINDS))
-
-
-@register_source("datasets")
-def _datasets(name: str, **options: Any) -> Source:
-    from .hf import open_saved_dataset
-
-    return open_saved_dataset(name, **options)
 
 
 def open_source(spec: DatasetSpec) -> Source:
@@ -73,7 +34,7 @@ def open_source(spec: DatasetSpec) -> Source:
     from .shards import ShardSource
 
     if spec.source is not None:
-        source = _open_registered(spec, spec.source)
+        source = open_registered(spec)
     elif spec.annotation is not None:
         source = JsonlSource(spec.name, spec.annotation, root=spec.root)
     else:
@@ -86,21 +47,3 @@ def open_source(spec: DatasetSpec) -> Source:
         )
     source.log_warnings()
     return source
-
-
-def _open_registered(spec: DatasetSpec, kind: str) -> Source:
-    where = f"{spec.meta_file or 'meta file'}: dataset {spec.name!r}"
-    if kind not in _KINDS:
-        load_plugins()
-    if kind not in _KINDS:
-        raise UserError(
-            f"{where}: source {kind!r} is unknown (known: {', '.join(known_sources())}): name the module that "
-            "registers it in INTERNVL_PACK_PLUGINS"
-        )
-    options = dict(spec.options)
-    if isinstance(options.get("path"), str):
-        options["path"] = os.path.join(os.path.dirname(spec.meta_file), options["path"])
-    try:
-        return _KINDS[kind](spec.name, **options)
-    except TypeError as error:
-        raise UserError(f"{where}: source {kind!r} with options {sorted(options)}: {error}") from error

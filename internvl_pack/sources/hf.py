@@ -6,7 +6,8 @@ A row holds `conversations` and, under `image` or `images`, nothing, one image o
 image, compressed bytes, {"bytes": ..., "path": ...} as the datasets library stores it, or a path below `root`.
 
 Columns of the datasets library's `Image` type are read without decoding. The look-ahead keeps no bytes: a reference
-names row and place and reads the row again.
+names row and place and reads the row again. A process keeps the row that it read last, since a sample's images are
+read one after the other.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
 from ..errors import SampleError, UserError
 from .base import RawSample, Source, own_id
-from .refs import MAX_IMAGE_BYTES, FolderResolver, ImageRef
+from .refs import MAX_IMAGE_BYTES, FileRef, FolderResolver, ImageRef
 
 _FINGERPRINT_ROWS = 16
+_IMAGE_KEYS = ("image", "images")
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
 class Rows(Protocol):
@@ -40,7 +46,8 @@ class DatasetSource(Source):
         name: the dataset's, the first part of every sample id.
         dataset: see the module's docstring. It is forked or pickled into workers.
         root: folder that paths are joined to.
-        conversations: key of the turns: a list of {"from", "value"} or {"role", "content"} dicts.
+        conversations: key of the turns: a list of {"from", "value"} or {"role", "content"} dicts, or a dict of equally
+            long lists, as the datasets library gives a sequence of structs.
         image: key of the images; None looks for `image`, then `images`.
 
     Raises:
@@ -56,19 +63,23 @@ class DatasetSource(Source):
         conversations: str = "conversations",
         image: str | None = None,
     ) -> None:
+        if isinstance(dataset, Mapping):
+            raise UserError(f"dataset {name!r} is a mapping of {', '.join(map(str, dataset))}: give one split of it")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UserError(
                 f"dataset {name!r}: {type(dataset).__name__} has no length or no rows by number; a streamed dataset "
                 "must be saved first (load_dataset without streaming=True)"
             )
-        if isinstance(dataset, Mapping):
-            raise UserError(f"dataset {name!r} is a mapping of {', '.join(map(str, dataset))}: give one split of it")
         self.name = name
         self._rows = _undecoded(dataset)
         self._conversations = conversations
         self._image = image
         self._resolver = FolderResolver(root)
         self._fingerprint: str | None = None
+        self._last: tuple[int, Any] | None = None  # the row read last, with its number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_last": None}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -84,8 +95,8 @@ class DatasetSource(Source):
             raise IndexError(f"row {row} of {len(self)}")
         record = self._record(row)
         images = self._images(record)
-        data = {key: value for key, value in record.items() if key not in ("image", "images", self._image)}
-        data["conversations"] = record.get(self._conversations)
+        data = {key: value for key, value in record.items() if key not in (*_IMAGE_KEYS, self._image)}
+        data["conversations"] = _turns(record.get(self._conversations))
         if images:
             data["image"] = [f"#{place}" for place in range(len(images))]
         return RawSample(self.sample_id(row), own_id(data), self.origin(row), data, _RowResolver(self, row))
@@ -97,22 +108,30 @@ class DatasetSource(Source):
             digest = hashlib.sha256(str(len(self)).encode())
             count = min(len(self), _FINGERPRINT_ROWS)
             for step in range(count):
-                row = self._rows[step * (len(self) - 1) // max(1, count - 1)]
-                turns = row.get(self._conversations) if isinstance(row, Mapping) else None
-                digest.update(json.dumps(turns, sort_keys=True, default=repr).encode())
+                digest.update(self._turns_as_json(step * (len(self) - 1) // max(1, count - 1)))
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
+    def _turns_as_json(self, row: int) -> bytes:
+        try:
+            turns = _turns(self._record(row).get(self._conversations))
+        except Exception as error:  # a bad row, which is quarantined when it is read; here it must only be the same
+            turns = type(error).__name__
+        return json.dumps(turns, sort_keys=True, default=lambda value: type(value).__name__).encode()
+
     def _record(self, row: int) -> Mapping[str, Any]:
-        record = self._rows[row]
+        last = self._last
+        if last is None or last[0] != row:
+            self._last = last = (row, self._rows[row])
+        record = last[1]
         if not isinstance(record, Mapping):
             raise SampleError("not_an_object", f"{self.origin(row)}: the row is a {type(record).__name__}, not a dict")
         return record
 
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
-        key = self._image or ("image" if record.get("image") is not None else "images")
+        key = self._image or next((key for key in _IMAGE_KEYS if record.get(key) is not None), _IMAGE_KEYS[0])
         found = record.get(key)
-        if found is None or found == "":
+        if found is None or (isinstance(found, str) and not found):
             return []
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
@@ -121,26 +140,32 @@ class DatasetSource(Source):
         image = self._images(self._record(row))[place]
         if isinstance(image, Mapping) and image.get("bytes") is None:
             image = image.get("path")
-        return self._resolver(image) if isinstance(image, str) else _RowImage(self, row, place)
+        if isinstance(image, str):
+            return self._resolver(image)
+        file = _file_of(image)
+        return _RowImage(self, row, place) if file is None else FileRef(file)
 
-    def image_bytes(self, row: int, place: int) -> bytes:
-        """Compressed bytes of an image that is no file. Raises SampleError."""
+    def image_bytes(self, row: int, place: int, *, head: bool = False) -> bytes:
+        """Compressed bytes of an image that is no file; of one that is a PIL image, by `head`, no pixels.
+
+        Raises:
+            SampleError: it is none of what an image may be.
+        """
         image = self._images(self._record(row))[place]
         where = f"{self.origin(row)}, image {place + 1}"
         if isinstance(image, Mapping):
             image = image.get("bytes")
-        if hasattr(image, "save") and hasattr(image, "getexif"):
-            image = _as_png(image)
+        if _is_pillow(image):
+            return _png_head(image) if head else _as_png(image)
         if not isinstance(image, (bytes, bytearray, memoryview)):
             raise SampleError(
                 "image_field", f"{where} is a {type(image).__name__}, not a PIL image, bytes, a dict of them or a path"
             )
-        data = bytes(image)
-        if not data:
+        if not len(image):
             raise SampleError("image_empty", f"{where} has 0 bytes")
-        if len(data) > MAX_IMAGE_BYTES:
-            raise SampleError("image_too_many_bytes", f"{where}: {len(data)} bytes")
-        return data
+        if len(image) > MAX_IMAGE_BYTES:
+            raise SampleError("image_too_many_bytes", f"{where}: {len(image)} bytes")
+        return bytes(image)
 
 
 @dataclass(frozen=True)
@@ -170,28 +195,76 @@ class _RowImage:
         return self.source.image_bytes(self.row, self.place)
 
     def head(self, num_bytes: int) -> bytes:
-        return self.read()[:num_bytes]
+        return self.source.image_bytes(self.row, self.place, head=True)[:num_bytes]
 
     def open(self) -> BinaryIO:
         return io.BytesIO(self.read())
 
 
+def _turns(found: Any) -> Any:
+    """A conversation as a list of dicts where it is a dict of lists; anything else as it is, for encoding to judge."""
+    if isinstance(found, tuple):
+        return list(found)
+    if not isinstance(found, Mapping) or not found:
+        return found
+    columns = list(found.values())
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return found
+    return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+# -- Pillow's images -------------------------------------------------------------------------------------
+
+
+def _is_pillow(image: Any) -> bool:
+    return hasattr(image, "save") and hasattr(image, "getexif")
+
+
+def _file_of(image: Any) -> str | None:
+    """The file that a PIL image was opened from and has not been read from yet: forked workers share its position."""
+    name = getattr(image, "filename", None)
+    if getattr(image, "fp", None) is None or not isinstance(name, str) or image.tell():
+        return None
+    return name if os.path.isfile(name) else None
+
+
 def _as_png(image: Any) -> bytes:
     """A PIL image as it stands, without loss; its EXIF goes with it, so that it is turned upright as a file is."""
-    if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
+    stream, exif = io.BytesIO(), image.getexif()
+    if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
-    stream = io.BytesIO()
-    image.save(stream, "PNG", compress_level=1, exif=image.getexif())
+    image.save(stream, "PNG", compress_level=0, exif=exif)  # it lives for a moment only
     return stream.getvalue()
 
 
+def _png_head(image: Any) -> bytes:
+    """What `_as_png` begins with: one pixel's PNG with the size (big-endian, bytes 16 to 24) of the whole."""
+    from PIL import Image
+
+    pixel = Image.new("L", (1, 1))
+    pixel.getexif().update(image.getexif())
+    png = _as_png(pixel)
+    header = png[12:16] + struct.pack(">II", *image.size) + png[24:29]
+    return png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:]
+
+
+# -- the datasets library ----------------------------------------------------------------------------------
+
+
 def _undecoded(dataset: Any) -> Any:
-    """A dataset of the datasets library with its images left compressed; any other as it is."""
+    """A dataset of the datasets library with its images left compressed; any other as it is.
+
+    So is one with a transform of the user's, which may want pixels.
+    """
     features = getattr(dataset, "features", None)
-    if not isinstance(features, Mapping) or not hasattr(dataset, "cast_column"):
+    if not isinstance(features, Mapping) or not hasattr(dataset, "cast_column") or not hasattr(dataset, "format"):
+        return dataset
+    if dataset.format["type"] == "custom":
         return dataset
     from datasets import Image
 
+    if dataset.format["type"] is not None:
+        dataset = dataset.with_format(None)  # rows of tensors have no texts
     for name, feature in features.items():
         inner = getattr(feature, "feature", None)
         if isinstance(feature, Image):
@@ -203,8 +276,20 @@ def _undecoded(dataset: Any) -> Any:
     return dataset
 
 
-def open_saved_dataset(name: str, path: str, *, split: str | None = None, **columns: Any) -> DatasetSource:
-    """Source kind `datasets` of a meta file: a folder that `Dataset.save_to_disk` wrote, or a Parquet or Arrow file.
+def open_saved_dataset(
+    name: str,
+    path: str,
+    *,
+    split: str | None = None,
+    root: str = "",
+    conversations: str = "conversations",
+    image: str | None = None,
+) -> DatasetSource:
+    """Source kind `datasets` of a meta file: a folder that `save_to_disk` wrote, or a Parquet or Arrow file.
+
+    Args:
+        split: of a folder that holds several.
+        root, conversations, image: see `DatasetSource`.
 
     Raises:
         UserError: the datasets library is missing, or nothing it reads is there.
@@ -213,8 +298,10 @@ def open_saved_dataset(name: str, path: str, *, split: str | None = None, **colu
         import datasets
     except ImportError:
         raise UserError(
-            f"dataset {name!r}: source 'datasets' needs that library: pip install internvl-pack[datasets]"
+            f"dataset {name!r}: source 'datasets' needs that library: pip install 'internvl-pack[datasets]'"
         ) from None
+    if not os.path.exists(path):
+        raise UserError(f"dataset {name!r}: 'path' {path} does not exist")
     try:
         if path.endswith(".parquet"):
             found: Any = datasets.Dataset.from_parquet(path)
@@ -222,10 +309,13 @@ def open_saved_dataset(name: str, path: str, *, split: str | None = None, **colu
             found = datasets.Dataset.from_file(path)
         else:
             found = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"dataset {name!r}: {path} cannot be read: {error}") from None
+    except Exception as error:  # the library's own kinds, pyarrow's and the system's
+        raise UserError(f"dataset {name!r}: {path} cannot be read: {str(error) or type(error).__name__}") from error
     if split is not None:
         if not isinstance(found, Mapping) or split not in found:
-            raise UserError(f"dataset {name!r}: {path} has no split {split!r}")
+            there = f"has {', '.join(found)}" if isinstance(found, Mapping) else "is not split"
+            raise UserError(f"dataset {name!r}: no split {split!r}: {path} {there}")
         found = found[split]
-    return DatasetSource(name, found, **columns)
+    elif isinstance(found, Mapping):
+        raise UserError(f"dataset {name!r}: {path} has {', '.join(found)}: choose one by the option 'split'")
+    return DatasetSource(name, found, root=root, conversations=conversations, image=image)
