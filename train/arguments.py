@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from internvl_pack.combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
+from internvl_pack.parallel.checks import check_mode, check_world
 
 from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 
@@ -323,6 +324,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "load_best_model_at_end": (False, "checkpoints are resumed from, not chosen between: load the one you want"),
     "include_num_input_tokens_seen": ("no", "tokens are counted exactly under num_real_tokens"),
     "torch_compile": (False, "it compiles the whole model as one piece: use --compile"),
+    "parallelism_config": (None, "use --sequence_parallel_size to share rows, --deepspeed to shard parameters"),
     "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
 }
@@ -341,6 +343,16 @@ class PackTrainingArguments(TrainingArguments):
     average_tokens_across_devices: bool = option(False, "Must stay False: the loss is already exact over all ranks.")
     logging_nan_inf_filter: bool = option(False, "Must stay False: a loss that is not finite must show.")
     log_level_replica: str = option("error", "Level of transformers' log on ranks other than the first.")
+    sequence_parallel_size: int = option(
+        1,
+        "GPUs that share each packed row, for rows too long for one: its tokens and its tiles are divided among them "
+        "(docs/sequence-parallel.md). It must divide the processes; each group of so many reads rows of its own.",
+    )
+    sequence_parallel_mode: str = option(
+        "ulysses",
+        "How GPUs that share a row attend: ulysses (each to the whole row with a part of the heads, which their number "
+        "must divide) or ring (keys and values go round; any number of GPUs).",
+    )
     logging_steps: float = option(1, "Log every this many optimizer steps.")
     ddp_find_unused_parameters: bool | None = option(
         False, "Search for unused parameters at every step: never needed, all take part in every row."
@@ -382,6 +394,9 @@ class PackTrainingArguments(TrainingArguments):
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
         if self.save_only_model and self.resume_from_checkpoint:
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
+        if self.sequence_parallel_size < 1:
+            check_world(1, self.sequence_parallel_size)
+        check_mode(self.sequence_parallel_mode)
         self._check_accelerator()
         if isinstance(self.deepspeed, str):
             self.deepspeed = str(find_deepspeed_config(self.deepspeed))
@@ -397,6 +412,11 @@ class PackTrainingArguments(TrainingArguments):
         except (ValueError, TypeError, ImportError) as error:
             raise UserError(" ".join(str(error).split())) from error
         self._check_reports()
+        if self.deepspeed and (size := self.hf_deepspeed_config.config.get("sequence_parallel_size", 1)) != 1:
+            raise UserError(
+                f"the DeepSpeed config's sequence_parallel_size {size}: use --sequence_parallel_size {size}, "
+                "and leave it out there: DeepSpeed would scale gradients by it, by some ZeRO stages only"
+            )
         if self.deepspeed and self.use_cpu:
             join_deepspeed_on_cpu()
 

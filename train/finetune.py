@@ -121,26 +121,34 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
 
     from internvl_pack.combinations import check_combinations
     from internvl_pack.model.build import build_model
-    from internvl_pack.model.kernels import select_kernel
     from internvl_pack.model.original_files import chat_style
-    from train import progress
+    from internvl_pack.parallel import enable_sequence_parallel, make_groups
+    from train import progress, sequence
     from train.callbacks import Epochs, IsolationCheck, PackingReport
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
+    from train.ranks import Ranks
     from train.sample_log import SampleLog
     from train.saving import Saving
     from train.trainer import PackTrainer
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    ranks = Ranks(
+        process=args.process_index,
+        processes=args.world_size,
+        sequence_parallel_size=args.sequence_parallel_size,
+    )
+    sequence.check_options(model_args, data_args, args)
     compute_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    kernel = select_kernel(model_args.attn_kernel, args.device, compute_dtype)
+    kernel = sequence.select_shared_kernel(model_args.attn_kernel, args, compute_dtype)
     seed = args.seed if args.data_seed is None else args.data_seed
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     packing = balanced_by_the_model(packing, model_args, data_args)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    packing = sequence.fit_packing(packing, data_args, args, checkpoint)
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
-    loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint)
+    loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint, ranks)
     eval_loader = make_eval_loader(data_args, args, loader)
     set_seed(args.seed)
     model = build_model(
@@ -151,8 +159,11 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         compute_dtype=compute_dtype,
         force_image_size=data_args.force_image_size,
         down_sample_ratio=data_args.down_sample_ratio,
-        **asdict(model_args),
+        **(asdict(model_args) | {"attn_kernel": kernel.name}),
     )
+    if ranks.sequence_parallel_size > 1:
+        group = make_groups(ranks.processes, ranks.sequence_parallel_size, args.sequence_parallel_mode)
+        enable_sequence_parallel(model, group)
     saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path)
     saving.check(model, data_args)
     trainer = PackTrainer(
@@ -164,9 +175,11 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         loss_reduction_all_gather=data_args.loss_reduction_all_gather,
         resume_ignore_options=args.resume_ignore_options,
         saving=saving,
+        ranks=ranks,
+        also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
     )
     progress.install(trainer, "packed" if data_args.use_packed_ds else "padded")
-    quarantine = Quarantine(loader, args.output_dir, resumed=checkpoint is not None)
+    quarantine = Quarantine(loader, args.output_dir, resumed=checkpoint is not None, ranks=ranks)
     epochs = Epochs()
     trainer.add_callback(quarantine)
     trainer.add_callback(epochs)
@@ -219,8 +232,10 @@ def load_tokenizer(model_args: Any) -> Any:
     return tokenizer
 
 
-def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, config: Any, checkpoint: str | None) -> Any:
-    """This rank's batches, packed or padded.
+def make_loader(
+    model_args: Any, data_args: Any, args: Any, tokenizer: Any, config: Any, checkpoint: str | None, ranks: Any
+) -> Any:
+    """The batches of this data rank, packed or padded.
 
     Raises:
         UserError: the data, the budgets or the topology do not fit.
@@ -235,8 +250,8 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
 
     options = {
         "encode": data_args.encode_config(patch_size(model_args)),
-        "rank": args.process_index,
-        "world_size": args.world_size,
+        "rank": ranks.data_rank,
+        "world_size": ranks.data_ranks,
     }
     if data_args.way == PRESET:
         dataset: PackedDataset = PresetDataset.open(
@@ -248,7 +263,7 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
     if dataset.config.num_lanes is None:
         # Lanes are fixed for a run: one that goes on keeps those it began with.
         saved = saved_lanes(checkpoint)
-        dataset.num_lanes = saved or auto_lanes(dataset.num_positions, args.world_size, workers, packs)
+        dataset.num_lanes = saved or auto_lanes(dataset.num_positions, ranks.data_ranks, workers, packs)
     feeding = {
         "packs_per_batch": packs,
         "num_workers": workers,

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,6 +77,7 @@ class PackTrainer(Trainer):
         eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
         saving: how the model is written; default: as a native checkpoint, LoRA merged in.
         ranks: the place of this process; default: every process has rows of its own.
+        also_saved: what else `packing_state.json` holds, for whoever goes on from it.
 
     Attributes:
         stopped_by: what made the run save and stop before its end (interruption.py), or nothing.
@@ -95,6 +96,7 @@ class PackTrainer(Trainer):
         eval_loader: PackLoader | None = None,
         saving: Saving | None = None,
         ranks: Ranks | None = None,
+        also_saved: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if eval_loader is not None:
@@ -104,6 +106,8 @@ class PackTrainer(Trainer):
         self.eval_loader = eval_loader
         self.saving = saving or Saving()
         self.ranks = ranks or Ranks.here()
+        self.also_saved = dict(also_saved or {})
+        self.sequence_group = getattr(model, "sequence_group", None)
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
@@ -276,10 +280,18 @@ class PackTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """To the device without blocking; dtypes stay (DeepSpeed's own cast would round the loss weights)."""
-        return {
-            # Boundaries stay on the host, where the model checks them without waiting for the device.
+        group = self.sequence_group
+        # Boundaries stay on the host, where the model checks them without waiting for the device, and so do pixels of
+        # a shared row: each rank takes its tiles there.
+        on_host = ("cu_seqlens", "cu_seqlens_padded") + (() if group is None else ("pixel_values",))
+        more = {}
+        if group is not None:
+            from internvl_pack.parallel.slices import count_slice_targets
+
+            more["num_slice_loss_tokens"] = count_slice_targets(inputs, group)
+        return more | {
             key: value.to(self.args.device, non_blocking=True)
-            if isinstance(value, torch.Tensor) and not key.startswith("cu_seqlens")
+            if isinstance(value, torch.Tensor) and key not in on_host
             else value
             for key, value in inputs.items()
             if key in MODEL_KEYS
@@ -368,7 +380,7 @@ class PackTrainer(Trainer):
                 "ended": self._books_of_ended_epochs(),
                 "totals": self.metrics.total,
             }
-            write_json(folder / PACKING_STATE, merge_states(states) | more)
+            write_json(folder / PACKING_STATE, merge_states(states) | more | self.also_saved)
 
     def _books_of_ended_epochs(self) -> dict[str, Any]:
         return {"epochs": self.earlier_epochs + len(self.epoch_ledgers), "ledger": self.ended_ledger().state_dict()}

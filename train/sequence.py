@@ -1,0 +1,113 @@
+"""What `--sequence_parallel_size` asks of the other options, looked at before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from internvl_pack.combinations import PRESET
+from internvl_pack.config import PackingConfig
+from internvl_pack.errors import UserError
+from internvl_pack.model.kernels import Kernel, select_kernel
+from internvl_pack.parallel.checks import (
+    RING_KERNELS,
+    check_budget,
+    check_heads,
+    check_kernel,
+    check_packed,
+    token_multiple,
+)
+
+from .checkpoint import load_packing_state
+
+logger = logging.getLogger(__name__)
+
+GIVEN = "pad_to_multiple_of"  # of packing_state.json: the multiple that the user gave, the mode's own aside
+
+
+def check_options(model_args: Any, data_args: Any, args: Any) -> None:
+    """Raises UserError for rows, budgets or heads that cannot be shared as asked."""
+    size, mode = args.sequence_parallel_size, args.sequence_parallel_mode
+    if size == 1:
+        return
+    check_packed(data_args.use_packed_ds, size)
+    check_budget(data_args.max_packed_tokens, size, mode, given_multiple(data_args))
+    heads = attention_heads(model_args)
+    if heads is not None:
+        check_heads(*heads, size, mode)
+
+
+def attention_heads(model_args: Any) -> tuple[int, int] | None:
+    """Query and key/value heads of the language model as its config says; None where it does not."""
+    from transformers import PreTrainedConfig
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model_args.model_name_or_path or model_args.llm_path)
+    except OSError:
+        return None  # told with its option when the model is loaded
+    config = config.get("text_config") or config.get("llm_config") or config
+    heads = config.get("num_attention_heads")
+    return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
+
+
+def select_shared_kernel(name: str, args: Any, dtype: torch.dtype) -> Kernel:
+    """The attention kernel of the run: with ring `auto` means the first that attends to parts of segments.
+
+    Raises:
+        UserError: an unknown kernel, or one that cannot run here or so.
+    """
+    size, mode = args.sequence_parallel_size, args.sequence_parallel_mode
+    kernel = select_kernel(name, args.device, dtype)
+    if name == "auto" and size > 1 and mode == "ring" and kernel.name not in RING_KERNELS:
+        for other in RING_KERNELS:
+            try:
+                return select_kernel(other, args.device, dtype)
+            except UserError as problem:
+                logger.info("sequence parallelism, ring: %s", problem)
+    check_kernel(kernel.name, size, mode)
+    return kernel
+
+
+def given_multiple(data_args: Any) -> int:
+    return math.lcm(data_args.pad_to_multiple_of, data_args.pad_seq_to_mult)
+
+
+def fit_packing(packing: PackingConfig, data_args: Any, args: Any, checkpoint: str | None) -> PackingConfig:
+    """Samples' shares of the budget rounded up to what each is padded to, with ring; packs that exist stay as they are.
+
+    A run that goes on keeps the multiple that its packs were filled with, so that the number of GPUs a row may change,
+    and so does one on packs that were planned. Where that multiple is too small for ring, rows exceed their budget by
+    the difference, which is told.
+    """
+    size, mode, given = args.sequence_parallel_size, args.sequence_parallel_mode, given_multiple(data_args)
+    needed = token_multiple(size, mode) if mode == "ring" else 1
+    found = _multiple_of_packs(data_args, args, checkpoint, given)
+    if found is None:
+        return replace(packing, pad_to_multiple_of=math.lcm(given, needed))
+    if found % needed:
+        logger.warning(
+            "packs were filled by multiples of %d tokens, --sequence_parallel_size %d in ring mode pads each sample "
+            "to one of %d: rows may exceed --max_packed_tokens by up to %d tokens a sample",
+            *(found, size, needed, needed - 1),
+        )
+    return replace(packing, pad_to_multiple_of=found)
+
+
+def _multiple_of_packs(data_args: Any, args: Any, checkpoint: str | None, given: int) -> int | None:
+    """What the packs of a preset or of a saved run were filled by; None for packs yet to be made, or other options."""
+    if data_args.way == PRESET:
+        if args.sequence_parallel_size == 1 or not data_args.preset_path:
+            return None
+        from internvl_pack.preset import Preset
+
+        planned = Preset(data_args.preset_path).settings["pad_to_multiple_of"]
+        return planned if planned % given == 0 else None
+    if checkpoint is None:
+        return None
+    state = load_packing_state(checkpoint)
+    saved = state.get("options", {}).get("pad_to_multiple_of")
+    return saved if saved is not None and state.get(GIVEN, saved) == given else None
