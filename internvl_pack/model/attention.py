@@ -19,12 +19,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from ..parallel.attention import attend_over_group
+from ..parallel.group import SequenceGroup
 from .attention_op import NO_WINDOW, attend
 from .kernels import Kernel, select_kernel
 
@@ -39,20 +41,26 @@ _in_packed_row: ContextVar[bool] = ContextVar("internvl_pack_in_packed_row", def
 
 
 @contextlib.contextmanager
-def packed_row(cu_seqlens: torch.Tensor, max_seqlen: int) -> Iterator[dict[str, Any]]:
+def packed_row(
+    cu_seqlens: torch.Tensor, max_seqlen: int, sequence_group: SequenceGroup | None = None
+) -> Iterator[dict[str, Any]]:
     """The names by which transformers hands a pack's boundaries to attention, for one model call.
 
     While it is open no attention mask is made for models that use packed attention: a mask for N tokens
     takes N^2 bytes, and the boundaries say all of it.
+
+    Args:
+        sequence_group: the ranks that share the row; the boundaries are then those of a `RowSlice`.
     """
     token = _in_packed_row.set(True)
     try:
-        yield {
+        names = {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
         }
+        yield names if sequence_group is None else names | {"sequence_group": sequence_group}
     finally:
         _in_packed_row.reset(token)
 
@@ -86,12 +94,13 @@ def _attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if _in_packed_row.get() else sdpa_mask(*args, **kwargs)
 
 
-def _attention_function(kernel: Kernel):
+def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """transformers' attention contract over `kernel`: (1, H, N, D) in, (1, N, H, D) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # A compiled layer sees one operation, or calls the kernel between two graphs.
     run = torch.compiler.disable(kernel.run)
+    run_over_group = torch.compiler.disable(attend_over_group)
     is_one_operation = kernel.forward is not None
 
     def packed_attention(
@@ -105,6 +114,7 @@ def _attention_function(kernel: Kernel):
         sliding_window: int | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
+        sequence_group: SequenceGroup | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         changes = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
@@ -119,11 +129,14 @@ def _attention_function(kernel: Kernel):
         if dropout:
             raise ValueError(f"packed attention has no dropout, the config asks for {dropout}: set attention_dropout 0")
         q, k, v = (t[0].transpose(0, 1) for t in _one_dtype(query, key, value))
-        if is_one_operation and torch.compiler.is_compiling():
+        if sequence_group is not None:
+            row = (cu_seq_lens_q, max_length_q, scaling, sliding_window, sequence_group)
+            out = run_over_group(kernel, q, k, v, *row)
+        elif is_one_operation and torch.compiler.is_compiling():
             scale = q.shape[-1] ** -0.5 if scaling is None else scaling
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # part of the rotary embedding's kernel
-            row = (cu_seq_lens_q, max_length_q, scale, sliding_window or NO_WINDOW, kernel.name)
-            out, _ = attend(q, k, v, *row)
+            settings = (max_length_q, scale, sliding_window or NO_WINDOW, kernel.name)
+            out, _ = attend(q, k, v, cu_seq_lens_q, *settings)
         else:
             out = run(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
         return out.unsqueeze(0), None

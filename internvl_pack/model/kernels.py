@@ -28,12 +28,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 KernelFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
@@ -116,34 +120,61 @@ def _problem(kernel: Kernel, device: torch.device, compute_dtype: torch.dtype) -
 # --- SDPA, a segment at a time: the reference, and the CPU's kernel ------------------------------
 
 
-def sdpa(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """PyTorch's SDPA on each segment by itself; any dtype, any device, forward and backward.
 
     The row is split once rather than sliced per segment: the gradient of S slices of an N-token row
     costs S * N, that of one split costs N.
     """
-    lengths = _segment_lengths(cu_seqlens)
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    lengths = segment_lengths(cu_seqlens)
+    grouped = q.shape[1] != k.shape[1]
     outputs = []
     for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        masking = {"is_causal": True}
-        if window is not None and window < len(qs):
-            masking = {"attn_mask": _window_mask(len(qs), window, q.device)}
+        mask = None if window is None or window >= len(qs) else _window_mask(len(qs), window, q.device)
         qs, ks, vs = (t.transpose(0, 1).unsqueeze(0) for t in (qs, ks, vs))
-        out = F.scaled_dot_product_attention(qs, ks, vs, scale=scale, **masking, **grouped)
+        out = F.scaled_dot_product_attention(
+            qs, ks, vs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
         outputs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 
-def sdpa_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def sdpa_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch gives no logsumexp: the gradient computes again."""
     out = sdpa(q, k, v, cu_seqlens, max_seqlen, scale, window)
     return out, q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def sdpa_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+def sdpa_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient written out, a segment at a time: inside an operation there is no autograd."""
-    lengths = _segment_lengths(cu_seqlens)
+    lengths = segment_lengths(cu_seqlens)
     group = q.shape[1] // k.shape[1]
     parts = [t.float().split(lengths) for t in (upstream, q, k, v, out)]
     gradients = []
@@ -156,13 +187,14 @@ def sdpa_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, wi
         per_head = (ds @ ks, ds.mT @ qs, p.mT @ do)
         dq, dk, dv = (g.transpose(0, 1) for g in per_head)
         gradients.append((dq, dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)))
-    return tuple(torch.cat(g).to(q.dtype) for g in zip(*gradients, strict=True))
+    dq, dk, dv = (torch.cat(g).to(q.dtype) for g in zip(*gradients, strict=True))
+    return dq, dk, dv
 
 
 _lengths_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _segment_lengths(cu_seqlens: torch.Tensor) -> list[int]:
+def segment_lengths(cu_seqlens: torch.Tensor) -> list[int]:
     """Host lengths of the segments; asked of the device once a row, not once a layer."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.diff().tolist()
@@ -189,9 +221,19 @@ def _flash_attn_varlen_func() -> Callable | None:
     return flash_attn_varlen_func
 
 
-def flash_attn(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def flash_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """flash-attn 2's `flash_attn_varlen_func`."""
-    return _flash_attn_varlen_func()(
+    run = _flash_attn_varlen_func()
+    assert run is not None, "checked by _flash_attn_problem"
+    return run(
         q,
         k,
         v,
@@ -205,7 +247,15 @@ def flash_attn(q, k, v, cu_seqlens, max_seqlen, scale, window):
     )
 
 
-def flash_attn_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
 
     row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -214,14 +264,25 @@ def flash_attn_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
     return out, lse
 
 
-def flash_attn_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+def flash_attn_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
 
-    gradients = [torch.empty_like(t) for t in (q, k, v)]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     settings = (0.0, scale, True, _left(window, max_seqlen), 0, 0.0, None, False)
-    _wrapped_flash_attn_varlen_backward(upstream, q, k, v, out, lse, *gradients, *row, *settings)
-    return gradients
+    _wrapped_flash_attn_varlen_backward(upstream, q, k, v, out, lse, dq, dk, dv, *row, *settings)
+    return dq, dk, dv
 
 
 # --- FlashAttention 4 and 3 -----------------------------------------------------------------------
@@ -236,13 +297,23 @@ def _fa4_varlen_func() -> Callable | None:
     return flash_attn_varlen_func
 
 
-def fa4(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def fa4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """FlashAttention 4 (`flash-attn-4`, compiled at first use): Hopper and Blackwell.
 
     Without a window `None` is what it takes for no limit; a limit beyond the longest segment is none.
     """
-    limited = window is not None and window < max_seqlen
-    out = _fa4_varlen_func()(
+    limit = None if window is None or window >= max_seqlen else window
+    run = _fa4_varlen_func()
+    assert run is not None, "checked by _fa4_problem"
+    out = run(
         q,
         k,
         v,
@@ -252,12 +323,20 @@ def fa4(q, k, v, cu_seqlens, max_seqlen, scale, window):
         max_seqlen_k=max_seqlen,
         softmax_scale=scale,
         causal=True,
-        window_size=(window - 1, 0) if limited else (None, None),
+        window_size=(None, None) if limit is None else (limit - 1, 0),
     )
     return out[0] if isinstance(out, tuple) else out
 
 
-def fa4_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def fa4_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out, lse, *_ = _flash_attn_fwd(
@@ -266,23 +345,34 @@ def fa4_forward(q, k, v, cu_seqlens, max_seqlen, scale, window):
     return out, lse
 
 
-def fa4_backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window):
+def fa4_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     row = _fa4_row(cu_seqlens, max_seqlen, window)
     return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, **row)[:3]
 
 
-def _fa4_row(cu_seqlens, max_seqlen, window) -> dict:
-    limited = window is not None and window < max_seqlen
+def _fa4_row(cu_seqlens: torch.Tensor, max_seqlen: int, window: int | None) -> dict[str, Any]:
+    limit = None if window is None or window >= max_seqlen else window
     return {
         "causal": True,
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
         "max_seqlen_q": max_seqlen,
         "max_seqlen_k": max_seqlen,
-        "window_size_left": window - 1 if limited else None,
-        "window_size_right": 0 if limited else None,
+        "window_size_left": None if limit is None else limit - 1,
+        "window_size_right": None if limit is None else 0,
     }
 
 
@@ -295,9 +385,19 @@ def _fa3_varlen_func() -> Callable | None:
     return flash_attn_varlen_func
 
 
-def fa3(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def fa3(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """FlashAttention 3 (`flash_attn_interface`, built from flash-attention's `hopper` folder): Hopper."""
-    out = _fa3_varlen_func()(
+    run = _fa3_varlen_func()
+    assert run is not None, "checked by _fa3_problem"
+    out = run(
         q,
         k,
         v,
@@ -315,7 +415,15 @@ def fa3(q, k, v, cu_seqlens, max_seqlen, scale, window):
 # --- flex_attention -------------------------------------------------------------------------------
 
 
-def flex(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """torch's flex_attention under a block mask of the segments; compiled on a GPU, forward only on a CPU."""
     mask = _block_mask(cu_seqlens, len(q), window)
     attend = _flex_attention(q.device.type)
@@ -327,13 +435,15 @@ def flex(q, k, v, cu_seqlens, max_seqlen, scale, window):
 def _flex_attention(device_type: str) -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    if device_type == "cuda":
+        return torch.compile(flex_attention, dynamic=True)
+    return flex_attention
 
 
 _masks_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _block_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None):
+def _block_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None) -> BlockMask:
     """The row's mask, made once for all its layers."""
     masks = _masks_of.setdefault(cu_seqlens, {})
     if window not in masks:
@@ -342,7 +452,7 @@ def _block_mask(cu_seqlens: torch.Tensor, num_tokens: int, window: int | None):
         places = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         segment = torch.searchsorted(cu_seqlens, places, right=True)
 
-        def sees(_batch, _head, query, key):
+        def sees(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             seen = (segment[query] == segment[key]) & (key <= query)
             return seen if window is None else seen & (query - key < window)
 
@@ -363,9 +473,19 @@ def _varlen_attn() -> tuple[Callable, bool] | None:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def varlen(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     """torch.nn.attention.varlen: the flash-attn 2 kernel inside torch; causal is a window of (-1, 0)."""
-    attend, announce = _varlen_attn()
+    found = _varlen_attn()
+    assert found is not None, "checked by _varlen_problem"
+    attend, announce = found
     grouped = {"enable_gqa": True} if announce and q.shape[1] != k.shape[1] else {}
     window_size = (_left(window, max_seqlen), 0)
     return attend(

@@ -11,16 +11,21 @@ every rank makes the same collective calls whatever its row holds.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..errors import UserError
 from ..loss import IGNORE_INDEX, normalized
+from ..parallel.collectives import gather
+from ..parallel.group import SequenceGroup
+from ..parallel.slices import RowSlice, gather_row, row_slice, tiles_a_rank
 from .attention import check_cu_seqlens_form, packed_row, validate_cu_seqlens
 from .families import check_family, logit_scale, longest_exact_segment
 from .head import DEFAULT_CHUNK_TOKENS, LabelledHead, shift_targets
@@ -33,6 +38,9 @@ from .original_files import load_original, read_config
 @dataclass
 class PackedOutput(ModelOutput):
     """What a forward gives; the sums are detached float32 or int64 scalars on the device.
+
+    Over a sequence group (parallel/) the loss and the sums are of this rank's slice of the row, and add up over the
+    group to the row's; logits are the row's.
 
     Attributes:
         loss: sum of w * ce / loss_normalizer.
@@ -72,7 +80,7 @@ class PackedModel(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         head_chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         vision_micro_tiles: int | None = None,
@@ -81,6 +89,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # see compiled.py
+        self.sequence_group: SequenceGroup | None = None  # see parallel/
         self._mask_stand_in: torch.Tensor | None = None
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
@@ -105,15 +114,21 @@ class PackedModel(nn.Module):
     def language_model(self) -> nn.Module:
         """The decoder without its head."""
         if self.has_vision:
-            return self.model.model.language_model
-        return self.model.model if hasattr(self.model, "model") else self.model.base_model
+            return self.model.get_submodule("model.language_model")
+        return self.model.get_submodule("model") if hasattr(self.model, "model") else self.model.base_model
 
     @property
     def vision_modules(self) -> list[nn.Module]:
         """The vision tower and the projector; empty for a text-only model."""
         if not self.has_vision:
             return []
-        return [self.model.model.vision_tower, self.model.model.multi_modal_projector]
+        return [self.model.get_submodule(f"model.{name}") for name in ("vision_tower", "multi_modal_projector")]
+
+    @property
+    def vision_dtype(self) -> torch.dtype:
+        """Of the vision tower's weights, and of what goes into it."""
+        tower: Any = self.vision_modules[0]
+        return tower.dtype
 
     @property
     def tokens_per_tile(self) -> int:
@@ -137,6 +152,7 @@ class PackedModel(nn.Module):
         attention_mask: torch.Tensor | None = None,
         num_loss_tokens: int | None = None,
         num_image_tokens: int | None = None,
+        num_slice_loss_tokens: int | None = None,
         return_logits: bool = False,
         **_other_batch_keys: Any,
     ) -> PackedOutput:
@@ -151,9 +167,11 @@ class PackedModel(nn.Module):
                 in the row. Attention is causal, so no token sees the pads after it.
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
-            loss_normalizer: what the weighted sum is divided by, None for this batch's own sum of weights.
+            loss_normalizer: what the weighted sum is divided by, None for this row's own sum of weights.
             num_loss_tokens, num_image_tokens: labelled targets and image tokens as the collator counted
                 them on the host; with them a CUDA device is not waited for. They are still checked there.
+            num_slice_loss_tokens: over a sequence group, where each rank gets the same row: labelled targets of this
+                rank's slice (`parallel.slices.count_slice_targets`), likewise.
             return_logits: also return all logits, for checks and evaluation.
 
         Raises:
@@ -164,25 +182,56 @@ class PackedModel(nn.Module):
             cu_seqlens = cu_seqlens_padded
         if cu_seqlens is not None:
             self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask)
+        own = self._own_slice(cu_seqlens, max_seqlen, input_ids)
+        if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
-
-        embeddings = self.model.get_input_embeddings()(input_ids)
-        if self.has_vision:
-            embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens)
-        elif pixel_values is not None and len(pixel_values):
+        if pixel_values is not None and len(pixel_values) and not self.has_vision:
             raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
-        hidden = self._decode(embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask)
+
+        if own is None:
+            embeddings = self.model.get_input_embeddings()(input_ids)
+            if self.has_vision:
+                embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens)
+            hidden = self._decode(embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask)
+        else:
+            assert position_ids is not None, "as of any pack"
+            embeddings = self.model.get_input_embeddings()(own.take(input_ids))
+            if self.has_vision:
+                embeddings = self._with_images_of_group(embeddings, input_ids, pixel_values, num_image_tokens, own)
+            hidden = self._decode(embeddings, own.take(position_ids), own.cu_seqlens, own.max_seqlen, None)
+            num_loss_tokens = num_slice_loss_tokens
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
         output = PackedOutput()
         if labels is not None:
-            self._add_loss(output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens)
+            self._add_loss(output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens, own)
         if labels is None or return_logits:
-            output.logits = self.model.get_output_embeddings()(hidden)
+            logits = self.model.get_output_embeddings()(hidden)
+            if own is not None and cu_seqlens is not None and self.sequence_group is not None:
+                logits = gather_row(logits, cu_seqlens, self.sequence_group)
+            output.logits = logits
         return output
 
-    def _check_boundaries(self, cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask) -> None:
+    def _own_slice(
+        self, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, input_ids: torch.Tensor
+    ) -> RowSlice | None:
+        """The tokens of the row that this rank computes; None for all of them."""
+        group = self.sequence_group
+        if group is None:
+            return None
+        if cu_seqlens is None or max_seqlen is None:
+            raise ValueError("sequence parallelism cuts packed rows only: the batch has no cu_seqlens")
+        return row_slice(cu_seqlens, max_seqlen, group.rank, group.size, group.mode, input_ids.device)
+
+    def _check_boundaries(
+        self,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int | None,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> None:
         if input_ids.shape[0] != 1:
             raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
         if attention_mask is not None:
@@ -205,9 +254,49 @@ class PackedModel(nn.Module):
                 f"lower --max_seq_length to {limit}, or set a static rope_type in the model's config"
             )
 
-    def _with_images(self, embeddings, input_ids, pixel_values, num_image_tokens) -> torch.Tensor:
-        vision = self.config.vision_config
+    def _with_images(
+        self,
+        embeddings: torch.Tensor,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        num_image_tokens: int | None,
+    ) -> torch.Tensor:
         num_tiles = 0 if pixel_values is None else len(pixel_values)
+        positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
+        features = self.image_features(self._tiles_or_zeros(pixel_values, embeddings.device))
+        if num_tiles:
+            return place_features(embeddings, features.reshape(-1, features.shape[-1]), positions)
+        return join_without_images(embeddings, features)
+
+    def _with_images_of_group(
+        self,
+        embeddings: torch.Tensor,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        num_image_tokens: int | None,
+        own: RowSlice,
+    ) -> torch.Tensor:
+        """Of this rank's tokens, (1, n, H): each rank encodes its share of the row's tiles, and gets all features."""
+        group = self.sequence_group
+        assert group is not None
+        num_tiles = 0 if pixel_values is None else len(pixel_values)
+        positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
+        share = tiles_a_rank(num_tiles, group.size)
+        mine = None if pixel_values is None else pixel_values[group.rank * share : (group.rank + 1) * share]
+        features = self.image_features(self._tiles_or_zeros(mine, embeddings.device))
+        if not num_tiles:
+            return join_without_images(embeddings, features)
+        missing = features.new_zeros((share - len(features), *features.shape[1:]))
+        everyones = gather(torch.cat([features, missing]), group.process_group)[:num_tiles]
+        # Other ranks' image tokens all go to one place after this rank's tokens, which is cut off again.
+        here = own.inverse(input_ids.shape[1])[positions]
+        beyond = torch.cat([embeddings, embeddings.new_zeros((1, 1, embeddings.shape[-1]))], 1)
+        return place_features(beyond, everyones.reshape(-1, everyones.shape[-1]), here)[:, :-1]
+
+    def _image_positions(
+        self, input_ids: torch.Tensor, num_tiles: int, num_image_tokens: int | None
+    ) -> torch.Tensor:
+        """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
         is_image = input_ids.reshape(-1) == self.config.image_token_id
         on_host = num_image_tokens is None or input_ids.device.type == "cpu"
         positions = true_positions(is_image, None if on_host else num_image_tokens)
@@ -217,19 +306,16 @@ class PackedModel(nn.Module):
                 f"{self.tokens_per_tile} tokens: --force_image_size, --down_sample_ratio and the tokenizer must be the "
                 "model's"
             )
-        dtype = self.vision_modules[0].dtype
-        if num_tiles:
-            if tuple(pixel_values.shape[-2:]) != tuple(vision.image_size):
-                raise ValueError(
-                    f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {tuple(vision.image_size)}"
-                )
-            tiles = pixel_values.to(embeddings.device, non_blocking=True)
-        else:
-            tiles = zero_tile(vision.image_size, embeddings.device, dtype)
-        features = self.image_features(tiles)
-        if num_tiles:
-            return place_features(embeddings, features.reshape(-1, features.shape[-1]), positions)
-        return join_without_images(embeddings, features)
+        return positions
+
+    def _tiles_or_zeros(self, pixel_values: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The tiles on the device, or where there are none one of zeros."""
+        size: tuple[int, int] = tuple(self.config.vision_config.image_size)
+        if pixel_values is None or not len(pixel_values):
+            return zero_tile(size, device, self.vision_dtype)
+        if tuple(pixel_values.shape[-2:]) != size:
+            raise ValueError(f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {size}")
+        return pixel_values.to(device, non_blocking=True)
 
     def image_features(self, tiles: torch.Tensor) -> torch.Tensor:
         """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
@@ -241,22 +327,31 @@ class PackedModel(nn.Module):
 
     def _tile_features(self, tiles: torch.Tensor) -> torch.Tensor:
         num_tiles = len(tiles)
-        tiles = normalize_tiles(tiles, self.vision_modules[0].dtype)
+        tiles = normalize_tiles(tiles, self.vision_dtype)
         if self.is_compiled and num_tiles == 1:
             tiles = torch.cat([tiles, torch.zeros_like(tiles)])  # a batch of one is compiled apart
-        return self.model.get_image_features(
+        model: Any = self.model  # an InternVL, which has_vision tells
+        return model.get_image_features(
             pixel_values=tiles,
             vision_feature_layer=self.config.vision_feature_layer,
             vision_feature_select_strategy=self.config.vision_feature_select_strategy,
             return_dict=True,
         ).pooler_output[:num_tiles]
 
-    def _decode(self, embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask) -> torch.Tensor:
+    def _decode(
+        self,
+        embeddings: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
         if cu_seqlens is None:
             return self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
-        with packed_row(cu_seqlens, max_seqlen) as names:
+        assert max_seqlen is not None, "as of any pack"
+        with packed_row(cu_seqlens, max_seqlen, self.sequence_group) as names:
             return self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
 
     @property
@@ -269,31 +364,43 @@ class PackedModel(nn.Module):
             self._mask_stand_in = torch.zeros((1, 1, 1, 1), device=self.device)
         return self._mask_stand_in
 
-    def _add_loss(self, output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens) -> None:
+    def _add_loss(
+        self,
+        output: PackedOutput,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        loss_weight: torch.Tensor | None,
+        loss_normalizer: torch.Tensor | float | None,
+        cu_seqlens: torch.Tensor | None,
+        num_loss_tokens: int | None,
+        own: RowSlice | None,
+    ) -> None:
         targets, weights = shift_targets(labels, loss_weight, cu_seqlens)
         targets, weights = targets.reshape(-1), weights.reshape(-1)
+        if loss_normalizer is None:
+            loss_normalizer = weights.sum()
+        if own is not None:
+            targets, weights = own.take(targets, IGNORE_INDEX), own.take(weights, 0.0)
         positions = true_positions(targets != IGNORE_INDEX, num_loss_tokens)
         self.head.share_with_zero3()
         weighted, losses = self.head(
             hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions), targets[positions], weights[positions]
         )
-        weight_sum = weights.sum()
-        if loss_normalizer is None:
-            loss_normalizer = weight_sum
         output.loss = normalized(weighted, loss_normalizer)
-        output.weighted_sum, output.weight_sum = weighted.detach(), weight_sum
+        output.weighted_sum, output.weight_sum = weighted.detach(), weights.sum()
         output.ce_sum = losses.sum()
-        output.target_losses, output.target_positions = losses, positions
+        output.target_losses = losses
+        output.target_positions = positions if own is None else own.places[positions]
         output.num_targets = torch.full((), len(positions), device=hidden.device)
 
     # --- what the Trainer and DeepSpeed look for ---------------------------------------------------
 
     @property
-    def config(self):
+    def config(self) -> Any:
         return self.model.config
 
     @property
-    def generation_config(self):
+    def generation_config(self) -> Any:
         return getattr(self.model, "generation_config", None)
 
     @property
@@ -410,7 +517,7 @@ def _refuse_other_names(wrapper: PackedModel, state_dict: dict, prefix: str, *_:
         raise ValueError("no name of this state dict is a parameter's: to load a saved checkpoint use load_pretrained")
 
 
-def _first_method(model: nn.Module, *names: str):
+def _first_method(model: nn.Module, *names: str) -> tuple[Callable[..., Any], str]:
     """The first of a method's names that this version of transformers knows, and that name."""
     name = next(n for n in names if hasattr(model, n))
     return getattr(model, name), name

@@ -8,13 +8,15 @@ named. Takes three forward passes of a few dozen tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import UserError
+from ..parallel.collectives import gather
+from ..parallel.slices import gather_row, tiles_a_rank
 from .packed import PackedModel
 
 TOKENS_OF_TEXT = 12  # before and after the image of each segment
@@ -22,6 +24,7 @@ TOKENS_OF_TEXT = 12  # before and after the image of each segment
 # A changed neighbour may not move a value by more than this many units in the last place of the largest:
 # the same rows in the same shapes give the same bits nearly everywhere, a leak moves the leading digits.
 TOLERANCE_ULP = 4
+VISION = ("the vision tower", "the projector")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -113,7 +116,12 @@ def _changed(core: PackedModel, segment: dict[str, torch.Tensor]) -> dict[str, t
     return {"ids": torch.where(segment["ids"] == image_id, image_id, other), "tile": 255 - segment["tile"]}
 
 
-def _run(core, call, segments, device) -> dict[str, torch.Tensor]:
+def _run(
+    core: PackedModel,
+    call: Callable[..., Any],
+    segments: Sequence[dict[str, torch.Tensor]],
+    device: torch.device | str,
+) -> dict[str, torch.Tensor]:
     """The row's logits and what each component gave on the way, in order."""
     lengths = [len(s["ids"]) for s in segments]
     batch = {
@@ -125,15 +133,27 @@ def _run(core, call, segments, device) -> dict[str, torch.Tensor]:
     }
     with _recording(core) as seen:
         logits = call(**batch)["logits"]
+    if core.sequence_group is not None:
+        seen = {name: _of_group(core, name, values, batch) for name, values in seen.items()}
     return seen | {"the output head": logits}
+
+
+def _of_group(core: PackedModel, name: str, values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """A component's values for the whole row, where each rank of a sequence group has recorded those of its share."""
+    group = core.sequence_group
+    assert group is not None
+    if name not in VISION:
+        return gather_row(values, batch["cu_seqlens"], group)
+    num_tiles = len(batch["pixel_values"])
+    share = tiles_a_rank(num_tiles, group.size)
+    return gather(values[:share], group.process_group)[:num_tiles]
 
 
 @contextlib.contextmanager
 def _recording(core: PackedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Outputs of the components by a readable name."""
     text_config = core.config.get_text_config()
-    named = [("the vision tower", m) for m in core.vision_modules[:1]]
-    named += [("the projector", m) for m in core.vision_modules[1:]]
+    named = list(zip(VISION, core.vision_modules, strict=False))
     for i, layer in enumerate(getattr(core.language_model, "layers", [])):
         attention = getattr(layer, "self_attn", None)
         if attention is not None:
@@ -157,14 +177,15 @@ def _tensor(output: Any) -> torch.Tensor:
 
 def _part(values: torch.Tensor, name: str, segment: int) -> torch.Tensor:
     """What belongs to one of the two equally long segments: its tile's or its tokens' values."""
-    if name in ("the vision tower", "the projector"):
+    if name in VISION:
         return values[segment]
     return values[0].chunk(2)[segment]
 
 
 def _packed_model(model: nn.Module) -> PackedModel:
     while not isinstance(model, PackedModel):
-        if not hasattr(model, "module"):
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(model).__name__} neither is nor wraps a PackedModel")
-        model = model.module
+        model = inner
     return model

@@ -1,0 +1,109 @@
+"""The same rows on every rank that shares them, whatever each of them could read.
+
+Every rank of a sequence group rebuilds the row from the same lanes: order and packs are functions of the data, so
+nothing is sent, and no pixel least of all. What a rank reads of files may differ all the same: a file system that fails
+once on one machine costs that rank a sample, and the others not. So the ranks compare a digest of each batch, 8 bytes
+over gloo; where it differs all take the first rank's batch, and its books of what left and why. The others' readers may
+from then on be elsewhere in that lane: it goes on in the same way, at the price of sending its batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .group import SequenceGroup, group_ranks
+
+logger = logging.getLogger(__name__)
+
+_FAILED = -1  # instead of a digest
+_ARRAYS = ("input_ids", "labels")
+_NAMES = ("sample_ids", "fragments", "num_tiles", "rows")
+
+
+class Agreement:
+    """Makes a loader's batches those of the group's first rank. All processes of the run make one together.
+
+    Args:
+        group: the ranks that share rows.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        made = [
+            dist.new_group(list(ranks), backend="gloo") for ranks in group_ranks(group.dp_world * group.size, group.size)
+        ]
+        self._cpu_group = made[group.dp_rank]
+        self._told = False
+
+    def on(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """`batches`, each replaced by the first rank's where they differ; all ranks of the group iterate together.
+
+        Raises:
+            what reading raised on this rank; the others then get their own batch.
+        """
+        source = iter(batches)
+        while True:
+            batch, error = None, None
+            try:
+                batch = next(source, None)
+            except Exception as problem:
+                error = problem
+            digests = self._gather(_FAILED if error is not None else digest(batch))
+            if error is not None:
+                raise error
+            if _FAILED not in digests and len(set(digests)) > 1:
+                batch = self._from_first(batch)
+            if batch is None:
+                return
+            yield batch
+
+    def _gather(self, value: int) -> list[int]:
+        own = torch.tensor([value], dtype=torch.int64)
+        everyones = [torch.empty_like(own) for _ in range(self.group.size)]
+        dist.all_gather(everyones, own, group=self._cpu_group)
+        return [int(one) for one in everyones]
+
+    def _from_first(self, batch: dict[str, Any] | None) -> dict[str, Any] | None:
+        seen: list[Any] = [None] * self.group.size
+        dist.all_gather_object(seen, left(batch), group=self._cpu_group)
+        if not self._told and not self.group.rank:
+            self._told = True
+            logger.warning(difference(seen, self.group.ranks))
+        sent = [batch]
+        dist.broadcast_object_list(sent, src=self.group.ranks[0], group=self._cpu_group)
+        return sent[0]
+
+
+def digest(batch: dict[str, Any] | None) -> int:
+    """What a batch holds and what is booked with it, in 63 bits: everything but its pixels."""
+    if batch is None:
+        return 0
+    found = hashlib.blake2b(repr([batch[name] for name in _NAMES]).encode("utf-8", "surrogatepass"), digest_size=8)
+    for name in _ARRAYS:
+        found.update(batch[name].numpy().data)
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def left(batch: dict[str, Any] | None) -> dict[str, str]:
+    """Samples that left with a batch, and why."""
+    rows = batch["rows"] if batch is not None else []
+    return {event["id"]: event["reason"] for row in rows for event in row.events}
+
+
+def difference(seen: list[dict[str, str]], ranks: tuple[int, ...]) -> str:
+    """One line for people: what was read by some ranks and not by others."""
+    ids = sorted({i for events in seen for i in events if any(other.get(i) != events[i] for other in seen)})
+    what = "their rows differ"
+    if ids:
+        told = (f"{events[ids[0]]} on rank {rank}" for rank, events in zip(ranks, seen, strict=True) if ids[0] in events)
+        what = f"{ids[0]}: {', '.join(told)} and not on all of them"
+    return (
+        f"ranks {', '.join(map(str, ranks))} share rows and did not read the same ({what}): all train what rank "
+        f"{ranks[0]} read, which is sent to the others; is the storage reliable?"
+    )

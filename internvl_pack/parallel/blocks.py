@@ -1,0 +1,153 @@
+"""Attention between two equally long parts of the same segments, with its log-sum-exp: what ring attention is made of.
+
+    forward(q, k, v, cu_seqlens, max_seqlen, scale, causal) -> out, lse
+    backward(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, causal) -> dq, dk, dv
+
+    q, out      (n, Hq, D)      one part of each segment
+    k, v        (n, Hkv, D)     the same part of them (causal), or another (every query sees every key of its segment)
+    lse         float32 (Hq, n) log of the sum of exp(scale * q.k) over the keys seen
+
+`out` and `lse` in backward are those of all keys of the segment, not of this block alone: the probabilities then are
+the block's share, and the gradients of the blocks add up to the exact ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..model.kernels import segment_lengths
+
+QUERY_ROWS = 1024  # of one segment whose scores exist at once in the reference
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Both halves, by the contract above."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+# --- flash-attn 2 ---------------------------------------------------------------------------------
+
+
+def _flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
+
+    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out, lse, *_ = _wrapped_flash_attn_varlen_forward(q, k, v, *row, 0.0, scale, causal=causal)
+    return out, lse
+
+
+def _flash_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
+
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    settings = (0.0, scale, causal, -1, -1, 0.0, None, False)
+    _wrapped_flash_attn_varlen_backward(upstream, q, k, v, out, lse, dq, dk, dv, *row, *settings)
+    return dq, dk, dv
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def _reference_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty_like(q)
+    lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+    for rows, keys, seen in _tiles_of_scores(cu_seqlens, causal):
+        ks, vs = (_by_head(t[keys], q.shape[1]) for t in (k, v))
+        scores = (_by_head(q[rows]) @ ks.mT).mul_(scale)
+        if seen is not None:
+            scores.masked_fill_(~seen.to(scores.device), -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        out[rows] = (scores.sub_(total).exp_() @ vs).transpose(0, 1).to(q.dtype)
+        lse[:, rows] = total.squeeze(-1)
+    return out, lse
+
+
+def _reference_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+    for rows, keys, seen in _tiles_of_scores(cu_seqlens, causal):
+        qs, o, do = (_by_head(t[rows]) for t in (q, out, upstream))
+        ks, vs = (_by_head(t[keys], heads) for t in (k, v))
+        p = (qs @ ks.mT).mul_(scale)
+        if seen is not None:
+            p.masked_fill_(~seen.to(p.device), -torch.inf)
+        p.sub_(lse[:, rows].unsqueeze(-1)).exp_()
+        ds = p * (do @ vs.mT - (do * o).sum(-1, keepdim=True)) * scale
+        dq[rows] = (ds @ ks).transpose(0, 1).to(q.dtype)
+        for total, part in ((dk, ds.mT @ qs), (dv, p.mT @ do)):
+            total[keys] += part.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+    return dq, dk, dv
+
+
+def _tiles_of_scores(cu_seqlens: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Rows of queries, the keys they see, and where the causal mask cuts through them, bool (rows, keys)."""
+    start = 0
+    for length in segment_lengths(cu_seqlens):
+        for first in range(0, length, QUERY_ROWS):
+            last = min(first + QUERY_ROWS, length)
+            rows = slice(start + first, start + last)
+            if causal:
+                seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+                yield rows, slice(start, start + last), seen
+            else:
+                yield rows, slice(start, start + length), None
+        start += length
+
+
+def _by_head(tokens: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+    """(n, H, D) as float32 (H, n, D), heads repeated to `heads`."""
+    tokens = tokens.transpose(0, 1).float()
+    return tokens if heads in (None, len(tokens)) else tokens.repeat_interleave(heads // len(tokens), 0)
+
+
+#: By the name of the kernel (model/kernels.py); the names are checks.RING_KERNELS.
+BLOCKS = {
+    "flash_attn": Blocks(_flash_forward, _flash_backward),
+    "sdpa": Blocks(_reference_forward, _reference_backward),
+}

@@ -1,0 +1,60 @@
+"""The two collectives of sequence parallelism, with their gradients.
+
+Nothing is divided by the number of ranks anywhere: the ranks' losses add up to the row's, so gradients do too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def exchange(blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+    """All-to-all: block r of (size, ...) goes to rank r; block r of the result came from rank r."""
+    return _Exchange.apply(blocks, process_group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+        ctx.process_group = process_group
+        return _exchanged(blocks, process_group)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(upstream, ctx.process_group), None  # what came from rank r goes back to it
+
+
+def _exchanged(blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+    blocks = blocks.contiguous()
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=process_group)
+    return received
+
+
+def gather(rows: torch.Tensor, process_group: Any) -> torch.Tensor:
+    """Everybody's `rows` (k, ...), equally many, one rank's after the other's: (size * k, ...).
+
+    The gradient of a rank's rows is the sum of what all ranks give for them: one reduce-scatter.
+    """
+    return _Gather.apply(rows, process_group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, process_group: Any) -> torch.Tensor:
+        ctx.process_group = process_group
+        rows = rows.contiguous()
+        gathered = rows.new_empty((dist.get_world_size(process_group) * len(rows), *rows.shape[1:]))
+        dist.all_gather_into_tensor(gathered, rows, group=process_group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        upstream = upstream.contiguous()
+        size = dist.get_world_size(ctx.process_group)
+        own = upstream.new_empty((len(upstream) // size, *upstream.shape[1:]))
+        dist.reduce_scatter_tensor(own, upstream, group=ctx.process_group)
+        return own, None

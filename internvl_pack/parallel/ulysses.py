@@ -1,0 +1,48 @@
+"""Attention with the heads spread over the ranks: an all-to-all before it, another after it.
+
+    q, k, v  (n, heads, D) of this rank's tokens  ->  (N, heads / size, D) of the row's
+    any kernel, with the row's own boundaries
+    out      (N, heads / size, D)  ->  (n, heads, D)
+
+Rank r has query heads [r * Hq / size, ...) and the key/value heads they read. Where there are fewer of these than
+ranks they are repeated, each copy in its head's place, which keeps groups of query heads together. q, k and v travel
+in one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .checks import kv_copies
+from .collectives import exchange
+from .group import SequenceGroup
+
+
+def ulysses_attention(
+    run: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+    group: SequenceGroup,
+) -> torch.Tensor:
+    """The kernel contract (model/kernels.py) on a slice of the row: q (n, Hq, D), k and v (n, Hkv, D) to (n, Hq, D).
+
+    Args:
+        cu_seqlens: of the whole row, which has n tokens a rank.
+    """
+    size = group.size
+    copies = kv_copies(q.shape[1], k.shape[1], size)
+    if copies > 1:
+        k, v = (t.repeat_interleave(copies, 1) for t in (k, v))
+    heads = [t.shape[1] // size for t in (q, k, v)]
+    blocks = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], 2).transpose(0, 1)  # (size, n, heads, D)
+    q, k, v = exchange(blocks, group.process_group).flatten(0, 1).split(heads, 1)
+    out = run(q, k, v, cu_seqlens, max_seqlen, scale, window)
+    blocks = exchange(out.unflatten(0, (size, -1)), group.process_group)  # (size, n, heads / size, D)
+    return blocks.transpose(0, 1).flatten(1, 2)
