@@ -209,7 +209,6 @@ class Preset:
                 f"preset {path} has version {self.content.get('version')!r}, this release reads version {VERSION}: "
                 "plan it again"
             )
-        parquet()
         for name, facts in self.content["files"].items():
             file = self.folder / name
             found = file.stat().st_size if file.is_file() else None

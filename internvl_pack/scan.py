@@ -43,11 +43,9 @@ REFUSED = -1
 
 
 def parquet() -> Any:
-    """pyarrow's parquet module. Raises UserError where it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("presets need pyarrow: pip install 'internvl-pack[preset]'") from None
+    """pyarrow's parquet module, imported where it is used: training by streaming needs none of it."""
+    import pyarrow.parquet
+
     return pyarrow.parquet
 
 
@@ -147,7 +145,6 @@ def scan(scanner: Scanner, settings: dict[str, Any], folder: Path, *, num_worker
     Raises:
         UserError: the data cannot be gone on with, or a worker was killed.
     """
-    parquet()
     prepare_folder(folder, "scan.json", settings)
     chunks = [
         (which, start, min(start + CHUNK_ROWS, len(source)), _chunk_path(folder, which, start))

@@ -57,11 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..encode.sample import Encoder
     from ..planning import plan_preset
-    from ..scan import parquet
     from ..sources import load_meta, open_source
 
     processes = num_workers(args)
-    parquet()  # before anything else is done: is it installed?
     config, policy = _config(args)
     encode = encode_config(args)
     encoder = Encoder(load_tokenizer(args.tokenizer), encode)
