@@ -33,6 +33,8 @@ from transformers import Trainer, TrainerCallback
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, merge_states
 from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
+from internvl_pack.parallel.agreement import OtherRankFailed
+from internvl_pack.parallel.slices import count_slice_targets
 from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
@@ -134,7 +136,9 @@ class PackTrainer(Trainer):
     def packs_per_step(self) -> int:
         return self.ranks.data_ranks * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
-    def set_initial_training_values(self, args: Any, dataloader: PackLoader, *_: Any) -> tuple[Any, ...]:
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, *_: Any
+    ) -> tuple[int, int, int, int, int, int | None, int]:
         """Number of steps: `max_steps` where given, else counted or estimated from the data."""
         if args.max_steps > 0:
             num_epochs, total = sys.maxsize, args.max_steps
@@ -284,11 +288,7 @@ class PackTrainer(Trainer):
         # Boundaries stay on the host, where the model checks them without waiting for the device, and so do pixels of
         # a shared row: each rank takes its tiles there.
         on_host = ("cu_seqlens", "cu_seqlens_padded") + (() if group is None else ("pixel_values",))
-        more = {}
-        if group is not None:
-            from internvl_pack.parallel.slices import count_slice_targets
-
-            more["num_slice_loss_tokens"] = count_slice_targets(inputs, group)
+        more = {} if group is None else {"num_slice_loss_tokens": count_slice_targets(inputs, group)}
         return more | {
             key: value.to(self.args.device, non_blocking=True)
             if isinstance(value, torch.Tensor) and key not in on_host
@@ -360,6 +360,7 @@ class PackTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir
+        assert folder is not None, "an option that is asked for"
         self.saving.write(self.accelerator.unwrap_model(self.model), folder, state_dict, self.processing_class)
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
@@ -392,8 +393,8 @@ class PackTrainer(Trainer):
             total = total.merged(ledger)
         return total
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        if resume_from_checkpoint and self.is_deepspeed_enabled:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(resume_from_checkpoint, str) and self.is_deepspeed_enabled:
             saved = load_packing_state(resume_from_checkpoint)["world_size"]
             if saved != self.ranks.processes:
                 logger.warning("resume: saved on %d ranks, going on with %d", saved, self.ranks.processes)
@@ -402,7 +403,7 @@ class PackTrainer(Trainer):
                 if self.ranks.processes > 1:
                     dist.barrier(group=self._cpu_group())
                 self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
@@ -440,7 +441,9 @@ class PackTrainer(Trainer):
 
 
 def _told(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, str(error))
+    if error is None or isinstance(error, OtherRankFailed):  # that one tells
+        return None
+    return type(error).__name__, str(error)
 
 
 def defer_worker_death() -> None:

@@ -9,6 +9,8 @@ kernel registered under the name. Its gradient is an operation of the same kind.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .kernels import KERNELS
@@ -28,12 +30,23 @@ def attend(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel contract, and the logsumexp of the scores, float32 (Hq, N), which the gradient needs."""
-    out, lse = KERNELS[kernel].forward(q, k, v, cu_seqlens, max_seqlen, scale, window or None)
+    forward = KERNELS[kernel].forward
+    assert forward is not None, "called for kernels that have one"
+    out, lse = forward(q, k, v, cu_seqlens, max_seqlen, scale, window or None)
     return out.contiguous(), lse.contiguous()
 
 
 @attend.register_fake
-def _(q, k, v, cu_seqlens, max_seqlen, scale, window, kernel):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -51,26 +64,40 @@ def attend_backward(
     window: int,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = KERNELS[kernel].backward(
-        upstream.contiguous(), q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window or None
-    )
+    backward = KERNELS[kernel].backward
+    assert backward is not None, "a kernel with a forward has a backward"
+    gradients = backward(upstream.contiguous(), q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window or None)
     dq, dk, dv = (g.contiguous() for g in gradients)
     return dq, dk, dv
 
 
 @attend_backward.register_fake
-def _(upstream, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, window, kernel):
+def _(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, cu_seqlens, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, upstream, _lse_upstream):
-    gradients = (None, None, None)
+def _gradients(
+    ctx: Any, upstream: torch.Tensor | None, _lse_upstream: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    gradients: tuple[torch.Tensor | None, ...] = (None, None, None)
     if upstream is not None:
         gradients = attend_backward(upstream, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None, None, None, None, None)

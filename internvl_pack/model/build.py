@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,11 @@ from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
 from .original import MODEL_TYPE, VISION_TYPE
 from .original_files import load_original, load_original_vision, local_folder
 from .packed import PackedModel
+from .parts import vision_layers
 from .tokenizers import image_token_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +87,7 @@ def build_model(
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
     check_vision_micro_tiles(packed)
     if drop_path_rate:
-        if packed.vision_modules is None:
+        if not packed.has_vision:
             raise UserError(f"--drop_path_rate {drop_path_rate}: the model has no vision tower")
         add_drop_path(packed.vision_modules[0], drop_path_rate)
     freeze(
@@ -107,7 +111,7 @@ def build_model(
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype) -> nn.Module:
+def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, InternVLForConditionalGeneration
 
     family = _model_type(path, "model_name_or_path")
@@ -123,7 +127,14 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
     return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
 
 
-def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio) -> nn.Module:
+def _join(
+    vision_path: str | Path,
+    llm_path: str | Path,
+    tokenizer: Any,
+    implementation: str,
+    dtype: torch.dtype,
+    down_sample_ratio: float,
+) -> PreTrainedModel:
     """A vision tower and a language model as one InternVL, with a new projector."""
     from transformers import (
         AutoModelForCausalLM,
@@ -134,10 +145,10 @@ def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_r
 
     kind = _model_type(vision_path, "vision_path")
     if kind == "internvl_vision":
-        vision = _from_pretrained(InternVLVisionModel, vision_path, "vision_path", "sdpa", dtype)
+        vision: Any = _from_pretrained(InternVLVisionModel, vision_path, "vision_path", "sdpa", dtype)
     elif kind == "internvl":
         whole = _from_pretrained(InternVLForConditionalGeneration, vision_path, "vision_path", "sdpa", dtype)
-        vision = whole.model.vision_tower
+        vision = whole.get_submodule("model.vision_tower")
     elif kind in (VISION_TYPE, MODEL_TYPE):
         try:
             vision = load_original_vision(local_folder(vision_path), dtype, "sdpa")
@@ -145,7 +156,7 @@ def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_r
             raise UserError(f"--vision_path {error}") from error
     else:
         raise UserError(f"--vision_path {vision_path}: {kind!r} is no vision tower of InternVL")
-    language = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
+    language: Any = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
     if len(tokenizer) > language.config.vocab_size:
         language.resize_token_embeddings(len(tokenizer))
     image_size, patch_size = vision.config.image_size[0], vision.config.patch_size[0]
@@ -166,7 +177,9 @@ def _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_r
     return model
 
 
-def _from_pretrained(model_class, path, option: str, implementation, dtype: torch.dtype) -> nn.Module:
+def _from_pretrained(
+    model_class: Any, path: str | Path, option: str, implementation: str | dict[str, str], dtype: torch.dtype
+) -> PreTrainedModel:
     try:
         return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
     except OSError as error:
@@ -271,12 +284,12 @@ def freeze(
     if freeze_mlp:
         projector.requires_grad_(False)
     if unfreeze_vit_layers:
-        if unfreeze_vit_layers >= len(vision.encoder.layer):
+        layers = vision_layers(vision)
+        if unfreeze_vit_layers >= len(layers):
             raise UserError(
-                f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to "
-                f"{len(vision.encoder.layer) - 1}"
+                f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to {len(layers) - 1}"
             )
-        for layer in vision.encoder.layer[unfreeze_vit_layers:]:
+        for layer in layers[unfreeze_vit_layers:]:
             layer.requires_grad_(True)
     for layer in unused_vision_layers(packed):
         layer.requires_grad_(False)
@@ -288,7 +301,7 @@ def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
     """Layers after the one whose features are taken (InternVL's select_layer): no gradient ever reaches them."""
     if not packed.has_vision or not isinstance(packed.config.vision_feature_layer, int):
         return []
-    layers = packed.vision_modules[0].encoder.layer
+    layers = vision_layers(packed.vision_modules[0])
     used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
     return list(layers[used if used >= 0 else len(layers) + 1 + used :])
 

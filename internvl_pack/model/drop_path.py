@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import UserError
+from .parts import vision_layers
 
 
 class DropPath(nn.Module):
@@ -39,9 +40,9 @@ def add_drop_path(vision: nn.Module, rate: float) -> None:
     """
     if not 0.0 <= rate < 1.0:
         raise UserError(f"--drop_path_rate {rate}: give a probability, 0 or more and below 1")
-    layers = vision.encoder.layer
+    layers = vision_layers(vision)
     for layer, probability in zip(layers, torch.linspace(0.0, rate, len(layers)).tolist(), strict=True):
-        attention = layer.attention
+        attention = layer.get_submodule("attention")
         if getattr(layer.dropout, "p", 0.0) or getattr(attention.projection_dropout, "p", 0.0):
             raise UserError(f"--drop_path_rate {rate}: the vision tower has dropout already, use 0")
         layer.dropout = DropPath(probability)

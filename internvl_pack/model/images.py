@@ -34,7 +34,8 @@ def normalize_tiles(tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @functools.cache
 def _statistics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(3, 1, 1) mean and std; kept, since copying constants to a device waits for it."""
-    return tuple(torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    return mean, std
 
 
 def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

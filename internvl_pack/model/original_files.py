@@ -12,15 +12,17 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..errors import UserError
 from . import original
 from .original import Weight, published
 from .weight_files import SHARD_SIZE, LazyWeights, named, write_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def local_folder(name: str | Path) -> Path:
 
 def load_original(
     folder: str | Path, image_token_id: int, dtype: torch.dtype, attn_implementation: Any = None
-) -> nn.Module:
+) -> PreTrainedModel:
     """A native model with the weights of an original checkpoint; under ZeRO-3 its weights are partitioned.
 
     The files are mapped and each tensor is copied when its place in the model is filled, so that the weights are in
@@ -127,7 +129,7 @@ def load_original(
     return model
 
 
-def load_original_vision(folder: str | Path, dtype: torch.dtype, attn_implementation: Any = None) -> nn.Module:
+def load_original_vision(folder: str | Path, dtype: torch.dtype, attn_implementation: Any = None) -> PreTrainedModel:
     """A native vision tower with the weights of an `InternVisionModel`, or of that within an `InternVLChatModel`.
 
     Raises:
@@ -168,7 +170,9 @@ class _Named(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def _filled(model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype, attention: Any) -> nn.Module:
+def _filled(
+    model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype, attention: Any
+) -> PreTrainedModel:
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
