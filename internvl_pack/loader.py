@@ -26,6 +26,7 @@ from .dataset import STATE_VERSION, PackedDataset, check_state
 from .errors import UserError
 from .lanes import Topology
 from .memory import release_free_memory
+from .parallel.agreement import Agreement
 from .report.ledger import Ledger
 from .signals import obey_only_the_parent
 
@@ -77,10 +78,12 @@ class PackLoader(StatefulDataLoader):
         events: samples that left since `take_events` was last called.
         way: how its rows are made, one of combinations.py; only told in reports.
         row_budget: (tokens, tiles) that a row may hold, where that is not the dataset's budget of a pack.
+        agreement: with the ranks that share this one's rows (parallel/agreement.py).
     """
 
     way = "stream"
     row_budget: tuple[int, int] | None = None
+    agreement: Agreement | None = None
 
     def __init__(
         self,
@@ -151,7 +154,8 @@ class PackLoader(StatefulDataLoader):
         readers = self._feed.topology().num_readers
         ended: set[int] = set()
         held: list[dict[str, Any]] = []  # empty batches: delivered only if data follows them
-        for number, batch in enumerate(self._from_readers(batches)):
+        read = self._from_readers(batches)
+        for number, batch in enumerate(read if self.agreement is None else self.agreement.on(read)):
             if not is_filler(batch):
                 for empty in held:
                     yield self._deliver(empty)

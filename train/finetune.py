@@ -123,6 +123,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.build import build_model
     from internvl_pack.model.original_files import chat_style
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
+    from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
     from train.callbacks import Epochs, IsolationCheck, PackingReport
     from train.forecast import FirstPacks
@@ -164,6 +165,9 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     if ranks.sequence_parallel_size > 1:
         group = make_groups(ranks.processes, ranks.sequence_parallel_size, args.sequence_parallel_mode)
         enable_sequence_parallel(model, group)
+        loader.agreement = Agreement(group)
+        if eval_loader is not None:
+            eval_loader.agreement = loader.agreement
     saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path)
     saving.check(model, data_args)
     trainer = PackTrainer(

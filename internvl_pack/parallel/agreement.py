@@ -23,7 +23,11 @@ logger = logging.getLogger(__name__)
 
 _FAILED = -1  # instead of a digest
 _ARRAYS = ("input_ids", "labels")
-_NAMES = ("sample_ids", "fragments", "num_tiles", "rows")
+_NAMES = ("sample_ids", "fragments", "num_tiles")
+
+
+class OtherRankFailed(RuntimeError):
+    """A rank that shares this one's rows could not read on; it has the reason."""
 
 
 class Agreement:
@@ -35,17 +39,15 @@ class Agreement:
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
-        made = [
-            dist.new_group(list(ranks), backend="gloo") for ranks in group_ranks(group.dp_world * group.size, group.size)
-        ]
-        self._cpu_group = made[group.dp_rank]
+        groups = group_ranks(group.dp_world * group.size, group.size)
+        self._cpu_group = [dist.new_group(list(ranks), backend="gloo") for ranks in groups][group.dp_rank]
         self._told = False
 
     def on(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """`batches`, each replaced by the first rank's where they differ; all ranks of the group iterate together.
 
         Raises:
-            what reading raised on this rank; the others then get their own batch.
+            what reading raised on this rank, or OtherRankFailed where another's did: none waits for those that fail.
         """
         source = iter(batches)
         while True:
@@ -57,7 +59,10 @@ class Agreement:
             digests = self._gather(_FAILED if error is not None else digest(batch))
             if error is not None:
                 raise error
-            if _FAILED not in digests and len(set(digests)) > 1:
+            if _FAILED in digests:
+                failed = self.group.ranks[digests.index(_FAILED)]
+                raise OtherRankFailed(f"rank {failed}, which shares this rank's rows, cannot read its data")
+            if len(set(digests)) > 1:
                 batch = self._from_first(batch)
             if batch is None:
                 return
@@ -71,10 +76,11 @@ class Agreement:
 
     def _from_first(self, batch: dict[str, Any] | None) -> dict[str, Any] | None:
         seen: list[Any] = [None] * self.group.size
-        dist.all_gather_object(seen, left(batch), group=self._cpu_group)
+        events = [event for row in batch["rows"] for event in row.events] if batch is not None else []
+        dist.all_gather_object(seen, left(events), group=self._cpu_group)
         if not self._told and not self.group.rank:
             self._told = True
-            logger.warning(difference(seen, self.group.ranks))
+            logger.error(difference(seen, self.group.ranks))
         sent = [batch]
         dist.broadcast_object_list(sent, src=self.group.ranks[0], group=self._cpu_group)
         return sent[0]
@@ -84,16 +90,18 @@ def digest(batch: dict[str, Any] | None) -> int:
     """What a batch holds and what is booked with it, in 63 bits: everything but its pixels."""
     if batch is None:
         return 0
-    found = hashlib.blake2b(repr([batch[name] for name in _NAMES]).encode("utf-8", "surrogatepass"), digest_size=8)
+    # Not the events' details: they are words, and may name a place in this process's memory.
+    books = [(r.lane, r.turn, r.state, r.exhausted, bool(r.fatal), left(r.events)) for r in batch["rows"]]
+    words = repr([books, *(batch[name] for name in _NAMES)])
+    found = hashlib.blake2b(words.encode("utf-8", "surrogatepass"), digest_size=8)
     for name in _ARRAYS:
         found.update(batch[name].numpy().data)
     return int.from_bytes(found.digest(), "little") >> 1
 
 
-def left(batch: dict[str, Any] | None) -> dict[str, str]:
-    """Samples that left with a batch, and why."""
-    rows = batch["rows"] if batch is not None else []
-    return {event["id"]: event["reason"] for row in rows for event in row.events}
+def left(events: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Samples that left, and why."""
+    return {event["id"]: event["reason"] for event in events}
 
 
 def difference(seen: list[dict[str, str]], ranks: tuple[int, ...]) -> str:
@@ -101,8 +109,9 @@ def difference(seen: list[dict[str, str]], ranks: tuple[int, ...]) -> str:
     ids = sorted({i for events in seen for i in events if any(other.get(i) != events[i] for other in seen)})
     what = "their rows differ"
     if ids:
-        told = (f"{events[ids[0]]} on rank {rank}" for rank, events in zip(ranks, seen, strict=True) if ids[0] in events)
-        what = f"{ids[0]}: {', '.join(told)} and not on all of them"
+        name = ids[0]
+        told = [f"{events[name]} on rank {rank}" for rank, events in zip(ranks, seen, strict=True) if name in events]
+        what = f"{name}: {', '.join(told)}, not on all"
     return (
         f"ranks {', '.join(map(str, ranks))} share rows and did not read the same ({what}): all train what rank "
         f"{ranks[0]} read, which is sent to the others; is the storage reliable?"
