@@ -86,6 +86,7 @@ class PackingConfig:
         self.budget()
 
     def budget(self) -> Budget:
+        """What a pack may hold."""
         return Budget(
             self.max_packed_tokens, self.num_images_expected, self.max_attention_cost, self.pad_to_multiple_of
         )

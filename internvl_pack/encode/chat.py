@@ -130,6 +130,7 @@ class ChatML:
             self._bos = [Part("ids", fixed("", tokenizer.bos_token_id))]
 
     def layout(self, turns: list[Turn]) -> list[Part]:
+        """The parts of a conversation: each turn's frame, its text, its images. See ChatTemplate."""
         parts = [*self._bos]
         if turns[0].role != "system":
             parts += self._default_system

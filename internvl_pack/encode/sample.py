@@ -94,6 +94,7 @@ class EncodeConfig:
 
     @property
     def rules(self) -> ImageRules:
+        """The options that concern an image by itself."""
         return ImageRules(self.max_image_pixels, self.allow_truncated_images, self.apply_exif_orientation)
 
 
