@@ -7,22 +7,20 @@ import multiprocessing
 import socket
 
 import pytest
-from sequence_worker import CASES, MODES, WORLD, run_all
+from sequence_worker import CASES, COMPILED, MODES, WORLD, run
 
 LOSS = 1e-6
 GRADIENT = 1e-5
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Results of all cases, by name: four processes, started once."""
+def found_by_ranks(out, cases, with_checks):
+    """Results by name, of four processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    out = tmp_path_factory.mktemp("sequence") / "found.json"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sequence_worker"])
-    ranks = [context.Process(target=run_all, args=(rank, port, str(out))) for rank in range(WORLD)]
+    ranks = [context.Process(target=run, args=(rank, port, str(out), cases, with_checks)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -31,14 +29,29 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return found_by_ranks(tmp_path_factory.mktemp("sequence") / "found.json", CASES, with_checks=True)
+
+
 @pytest.mark.parametrize(
     ("mode", "size", "name"), [(*group, name) for name, case in CASES.items() for group in case.groups]
 )
 def test_loss_and_every_gradient_are_those_of_one_rank(found, mode, size, name):
-    errors = found[f"{mode} {size}: {name}"]
+    check(found[f"{mode} {size}: {name}"])
+
+
+def check(errors):
     assert errors["sums"] <= LOSS, "the loss is among them"
     assert errors["target_losses"] <= 1e-5
     assert errors["gradient"] <= GRADIENT, errors["where"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same(tmp_path):
+    found = found_by_ranks(tmp_path / "found.json", COMPILED, with_checks=False)
+    for mode in MODES:
+        check(found[f"{mode} 4: compiled"])
 
 
 @pytest.mark.parametrize("mode", MODES)

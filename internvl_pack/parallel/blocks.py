@@ -21,6 +21,7 @@ import torch
 from ..model.kernels import segment_lengths
 
 QUERY_ROWS = 1024  # of one segment whose scores exist at once in the reference
+SHORT_ROWS = 64  # of several segments together
 
 
 @dataclass(frozen=True)
@@ -126,18 +127,32 @@ def _reference_backward(
 
 
 def _tiles_of_scores(cu_seqlens: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Rows of queries, the keys they see, and where the causal mask cuts through them, bool (rows, keys)."""
-    start = 0
-    for length in segment_lengths(cu_seqlens):
-        for first in range(0, length, QUERY_ROWS):
-            last = min(first + QUERY_ROWS, length)
-            rows = slice(start + first, start + last)
-            if causal:
-                seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
-                yield rows, slice(start, start + last), seen
-            else:
-                yield rows, slice(start, start + length), None
-        start += length
+    """Rows of queries, keys they see, and which of these, bool (rows, keys); None for all.
+
+    A long segment is several tiles; short ones are one tile together, most of which is masked: fewer operations.
+    """
+    lengths = segment_lengths(cu_seqlens)
+    start = first = 0
+    while first < len(lengths):
+        count, tokens = 1, lengths[first]
+        while first + count < len(lengths) and tokens + lengths[first + count] <= SHORT_ROWS:
+            tokens += lengths[first + count]
+            count += 1
+        together = slice(start, start + tokens)
+        if count > 1:
+            segment = torch.arange(count).repeat_interleave(torch.tensor(lengths[first : first + count]))
+            seen = segment[:, None] == segment
+            yield together, together, seen.tril() if causal else seen
+        elif not causal:
+            for row in range(0, tokens, QUERY_ROWS):
+                yield slice(start + row, start + min(row + QUERY_ROWS, tokens)), together, None
+        else:
+            for row in range(0, tokens, QUERY_ROWS):
+                last = min(row + QUERY_ROWS, tokens)
+                seen = torch.ones(last - row, last, dtype=torch.bool).tril(row)
+                yield slice(start + row, start + last), slice(start, start + last), seen
+        start += tokens
+        first += count
 
 
 def _by_head(tokens: torch.Tensor, heads: int | None = None) -> torch.Tensor:

@@ -87,7 +87,8 @@ def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str,
     if max_packed_tokens % multiple == 0:
         return
     also = f" and --pad_to_multiple_of {pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""
-    near = max(1, round(max_packed_tokens / multiple)) * multiple
+    below = max_packed_tokens - max_packed_tokens % multiple
+    near = f"{below} or {below + multiple}" if below else str(multiple)
     raise UserError(
         f"--max_packed_tokens {max_packed_tokens} is no multiple of {multiple}, which --sequence_parallel_size "
         f"{sequence_parallel_size} in {mode} mode{also} needs: use {near}"

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 has other names for them, and warns of those that 2.11 knows.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def exchange(blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
     """All-to-all: block r of (size, ...) goes to rank r; block r of the result came from rank r."""
@@ -48,7 +52,7 @@ class _Gather(torch.autograd.Function):
         ctx.process_group = process_group
         rows = rows.contiguous()
         gathered = rows.new_empty((dist.get_world_size(process_group) * len(rows), *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows, group=process_group)
+        _all_gather(gathered, rows, group=process_group)
         return gathered
 
     @staticmethod
@@ -56,5 +60,5 @@ class _Gather(torch.autograd.Function):
         upstream = upstream.contiguous()
         size = dist.get_world_size(ctx.process_group)
         own = upstream.new_empty((len(upstream) // size, *upstream.shape[1:]))
-        dist.reduce_scatter_tensor(own, upstream, group=ctx.process_group)
+        _reduce_scatter(own, upstream, group=ctx.process_group)
         return own, None

@@ -41,7 +41,8 @@ def ulysses_attention(
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 1) for t in (k, v))
     heads = [t.shape[1] // size for t in (q, k, v)]
-    blocks = torch.cat([t.unflatten(1, (size, -1)) for t in (q, k, v)], 2).transpose(0, 1)  # (size, n, heads, D)
+    # (size, n, heads, D), a block for each rank
+    blocks = torch.cat([t.unflatten(1, (size, -1)).transpose(0, 1) for t in (q, k, v)], 2)
     q, k, v = exchange(blocks, group.process_group).flatten(0, 1).split(heads, 1)
     out = run(q, k, v, cu_seqlens, max_seqlen, scale, window)
     blocks = exchange(out.unflatten(0, (size, -1)), group.process_group)  # (size, n, heads / size, D)
