@@ -1,35 +1,96 @@
-"""One rank of several fine-tuning runs, one after the other in the same processes: `finetune_series.py SERIES.json`.
+"""Several fine-tuning runs, one after the other in the same processes: `finetune_series.py SERIES.json PROCESSES`.
 
-SERIES.json: [[options of finetune.py], ...]. What the runs wrote is in their output folders; a run that a user's
-mistake ended leaves its message there, in error.txt.
+SERIES.json: a list of {"options": [options of finetune.py], "unreadable": {"rank": sample id}}; images of that sample
+cannot be decoded on that rank. What the runs wrote is in their output folders; a run that a user's mistake ended leaves
+its message there, in error.txt. The processes are forked when all is imported, which is most of the time of a start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
+import os
+import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from internvl_pack.errors import UserError
-from train.environment import is_main_process, prepare_environment, set_up_logging, shut_down
+import torch
+from accelerate.state import AcceleratorState
+
+from internvl_pack.encode.sample import Encoder
+from internvl_pack.errors import SampleError, UserError
+from train.environment import is_main_process, prepare_deepspeed_on_cpu, set_up_logging, shut_down
 from train.finetune import prepare
 from train.options import parse
 
+LATE = (
+    "transformers.models.internvl.modeling_internvl",
+    "transformers.models.qwen2.modeling_qwen2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler
+    "internvl_pack.loader",
+    "internvl_pack.model.build",
+    "train.trainer",
+)
 
-def main(series: str) -> None:
-    from accelerate.state import AcceleratorState
 
-    prepare_environment()
+def main(series: list[dict[str, Any]], processes: int) -> int:
+    import_all()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        if not (pid := os.fork()):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            os._exit(status_of(series))
+        children.append(pid)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in children)
+
+
+def import_all() -> None:
+    """What a run imports late, once for all processes. Nothing of it may start a thread or look for its rank."""
+    for name in LATE:
+        with contextlib.suppress(ImportError):  # of another version
+            importlib.import_module(name)
+    torch.set_num_threads(1)
+    prepare_deepspeed_on_cpu()
+    gc.freeze()
+
+
+def status_of(series: list[dict[str, Any]]) -> int:
+    try:
+        run_all(series)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run_all(series: list[dict[str, Any]]) -> None:
     set_up_logging()
-    for options in json.loads(Path(series).read_text()):
-        out = Path(options[options.index("--output_dir") + 1])
+    decode = Encoder.decode
+    for run in series:
+        unreadable = run["unreadable"].get(os.environ["RANK"])
+
+        def decode_or_fail(self, encoded, *args, unreadable=unreadable, **kwargs):
+            if encoded.record.sample_id == unreadable:
+                raise SampleError("image_unreadable", "the file system failed here")
+            return decode(self, encoded, *args, **kwargs)
+
+        Encoder.decode = decode_or_fail
         try:
-            prepare(*parse(options)).train()
+            prepare(*parse(run["options"])).train()
         except UserError as error:
             if is_main_process():
+                out = Path(run["options"][run["options"].index("--output_dir") + 1])
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "error.txt").write_text(str(error))
         gc.collect()
@@ -38,4 +99,4 @@ def main(series: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])))
