@@ -6,6 +6,7 @@
 #   OUTPUT_DIR   where checkpoints go; a run that finds one there goes on from it
 #   MAX_PACKED_TOKENS, NUM_IMAGES_EXPECTED   budgets of a row: 16384/48 fits one 80 GB GPU with checkpointing
 #   GLOBAL_PACKS   packs in one optimizer step over all GPUs; gradient accumulation follows from it
+#   SEQUENCE_PARALLEL_SIZE, SEQUENCE_PARALLEL_MODE   GPUs that share a row, and how (docs/sequence-parallel.md); 1: none do
 #   DEEPSPEED   zero_stage1 | zero_stage2 | zero_stage3 | zero_stage3_offload | a config file
 #   any further arguments of the launcher go to train/finetune.py and win over the recipe
 
@@ -21,11 +22,21 @@ GLOBAL_PACKS="${GLOBAL_PACKS:-64}"
 DEEPSPEED="${DEEPSPEED:-zero_stage1}"
 WORKERS="${WORKERS:-4}"
 NUM_LANES="${NUM_LANES:-}"
+SEQUENCE_PARALLEL_SIZE="${SEQUENCE_PARALLEL_SIZE:-1}"
+SEQUENCE_PARALLEL_MODE="${SEQUENCE_PARALLEL_MODE:-}"
 
 # finetune_arguments WORLD_SIZE: sets the array ARGUMENTS.
 finetune_arguments() {
-  local world="$1"
-  if ((GLOBAL_PACKS % world)); then
+  local world="$1" size="$SEQUENCE_PARALLEL_SIZE" readers
+  [[ "$size" =~ ^[1-9][0-9]*$ ]] || die "SEQUENCE_PARALLEL_SIZE=$size: give the number of GPUs that share a row"
+  if ((world % size)); then
+    die "SEQUENCE_PARALLEL_SIZE=$size does not divide $world GPUs: set it to a divisor, or use another number of GPUs"
+  fi
+  readers=$((world / size)) # packs that are trained at the same time
+  if ((GLOBAL_PACKS % readers)); then
+    if ((size > 1)); then
+      die "GLOBAL_PACKS=$GLOBAL_PACKS is not a multiple of $readers groups of $size GPUs: set it to $((((GLOBAL_PACKS + readers - 1) / readers) * readers))"
+    fi
     die "GLOBAL_PACKS=$GLOBAL_PACKS is not a multiple of $world GPUs: set it to $((((GLOBAL_PACKS + world - 1) / world) * world))"
   fi
   case "$STAGE" in
@@ -38,11 +49,12 @@ finetune_arguments() {
     --model_name_or_path "$MODEL" --meta_path "$META" --output_dir "$OUTPUT_DIR" "${parts[@]}"
     --use_packed_ds True --max_packed_tokens "$MAX_PACKED_TOKENS" --num_images_expected "$NUM_IMAGES_EXPECTED"
     --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 12 --loss_reduction square
-    --per_device_train_batch_size 1 --gradient_accumulation_steps "$((GLOBAL_PACKS / world))"
+    --per_device_train_batch_size 1 --gradient_accumulation_steps "$((GLOBAL_PACKS / readers))"
     --num_train_epochs 1 --lr_scheduler_type cosine --warmup_steps 0.03 --bf16 True --grad_checkpoint True
     --dataloader_num_workers "$WORKERS" --deepspeed "$DEEPSPEED" --save_strategy steps --save_steps 200
     --save_total_limit 3 --logging_steps 1 --resume_from_checkpoint auto
     ${NUM_LANES:+--num_lanes "$NUM_LANES"}
+    --sequence_parallel_size "$size" ${SEQUENCE_PARALLEL_MODE:+--sequence_parallel_mode "$SEQUENCE_PARALLEL_MODE"}
   )
 }
 

@@ -135,6 +135,16 @@ def test_the_exit_status_passes_through_the_log(last, status, tmp_path):
         ("train_deepspeed.sh", {"HOSTFILE": "@# none"}, "no machine in it"),
         ("train_deepspeed.sh", {"HOSTFILE": "@a slots=2\nb slots=4"}, "GLOBAL_PACKS=4 is not a multiple of 6 GPUs"),
         ("train_single_node.sh", {"GPUS": "3"}, "GLOBAL_PACKS=4 is not a multiple of 3 GPUs: set it to 6"),
+        (
+            "train_single_node.sh",
+            {"GPUS": "4", "SEQUENCE_PARALLEL_SIZE": "3"},
+            "SEQUENCE_PARALLEL_SIZE=3 does not divide 4 GPUs",
+        ),
+        (
+            "train_single_node.sh",
+            {"GPUS": "12", "SEQUENCE_PARALLEL_SIZE": "2"},
+            "GLOBAL_PACKS=4 is not a multiple of 6 groups of 2 GPUs: set it to 6",
+        ),
         ("train_single_node.sh", {"GPUS": "2", "STAGE": "stage7"}, "STAGE=stage7 is unknown"),
         ("train_multi_node.sh", {"NNODES": "2"}, "NODE_RANK is not set"),
         ("train_slurm.sh", {"GPUS": "3", "GPUS_PER_NODE": "2"}, "GPUS=3 is not a multiple of GPUS_PER_NODE=2"),
@@ -150,6 +160,17 @@ def test_a_wrong_setting_is_one_line_and_a_failure(script, env, message, made, t
     )
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "accumulation"), [("8", "1", "8"), ("8", "4", "32"), ("8", "8", "64"), ("64", "8", "8")]
+)
+def test_gpus_that_share_a_row_leave_the_packs_of_a_step_what_they_were(world, size, accumulation):
+    code = f'. "{ROOT}/shell/lib.sh"; . "{ROOT}/shell/recipe.sh"; finetune_arguments {world}; echo "${{ARGUMENTS[@]}}"'
+    env = {**os.environ, "SEQUENCE_PARALLEL_SIZE": size, "SEQUENCE_PARALLEL_MODE": "ring", "GLOBAL_PACKS": "64"}
+    done = subprocess.run(["bash", "-euc", code], env=env, capture_output=True, text=True, timeout=20, check=True)
+    assert f"--gradient_accumulation_steps {accumulation} " in done.stdout
+    assert f"--sequence_parallel_size {size} --sequence_parallel_mode ring" in done.stdout
 
 
 def test_a_failing_run_keeps_its_exit_status_through_the_log(made, tmp_path):
