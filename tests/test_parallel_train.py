@@ -14,7 +14,10 @@ import torch
 from factory import write_jsonl
 from launched import losses, made_in
 
+from internvl_pack.cli import main as internvl_pack
 from internvl_pack.errors import UserError
+from internvl_pack.model.kernels import KERNELS
+from internvl_pack.preset import Preset
 from train import sequence
 from train.options import parse
 from train.sample_log import read_sample_log
@@ -237,3 +240,65 @@ def test_what_cannot_be_shared_is_refused_in_one_line(name, made, tmp_path):
         parsed = parse([*of(made), "--output_dir", str(tmp_path), *COMMON, *(o.format(made=made) for o in options)])
         sequence.check_options(*parsed)
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+# --- packs that exist, and what ring pads to ------------------------------------------------------
+
+
+def options_of(made: Path, out: Path, *more: str):
+    common = [word for word in COMMON if word not in ("--pad_to_multiple_of", "8")]
+    return parse([*of(made), "--output_dir", str(out), *common, *more])
+
+
+def fitted(made: Path, out: Path, *more: str, checkpoint: Path | None = None) -> int:
+    _, data_args, args = options_of(made, out, *more)
+    packing = sequence.fit_packing(data_args.packing_config(seed=0), data_args, args, checkpoint)
+    return packing.pad_to_multiple_of
+
+
+def test_ring_fills_new_packs_by_the_multiple_that_it_pads_samples_to(made, tmp_path):
+    assert fitted(made, tmp_path) == 1
+    assert fitted(made, tmp_path, *sharing(4)) == 1, "Ulysses pads rows, not samples"
+    assert fitted(made, tmp_path, *sharing(4, "ring")) == 8
+    assert fitted(made, tmp_path, *sharing(4, "ring"), "--pad_seq_to_mult", "6") == 24
+
+
+def test_packs_of_a_saved_run_keep_their_multiple_whatever_number_of_ranks_shares_them(made, tmp_path, caplog):
+    saved = {"options": {"pad_to_multiple_of": 8}, sequence.GIVEN: 1, "sequence_parallel_size": 4}
+    (tmp_path / "packing_state.json").write_text(json.dumps(saved))
+    for shared in (sharing(1), sharing(8), sharing(2, "ring"), sharing(4, "ring")):
+        assert fitted(made, tmp_path, *shared, checkpoint=tmp_path) == 8
+    assert not caplog.text
+    assert fitted(made, tmp_path, *sharing(8, "ring"), checkpoint=tmp_path) == 8
+    assert "rows may exceed --max_packed_tokens by up to 15 tokens a sample" in caplog.text
+    changed = fitted(made, tmp_path, *sharing(4, "ring"), "--pad_to_multiple_of", "3", checkpoint=tmp_path)
+    assert changed == 24, "another option of the user's, which the resume refuses by name"
+
+
+def test_a_preset_is_trained_by_ring_as_it_was_planned(made, tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "preset"
+    plan = ["plan", str(made / "meta.json"), "--out", str(folder), "--tokenizer", str(made / "model"), "--workers", "0"]
+    limits = ["--max_packed_tokens", "520", "--num_lanes", "4", "--pad_to_multiple_of", "4"]
+    assert internvl_pack([*plan, *SHAPE, *limits]) == 0
+    preset = ("--packing", "preset", "--preset_path", str(folder), "--num_lanes", "4")
+    for shared in (sharing(2), sharing(2, "ring"), sharing(4, "ring")):
+        _, data_args, args = options_of(made, tmp_path, *preset, *shared)
+        packing = sequence.fit_packing(data_args.packing_config(seed=0), data_args, args, None)
+        assert Preset(folder).config(packing).pad_to_multiple_of == 4
+
+
+@pytest.mark.parametrize(("installed", "taken"), [(("flash_attn", "sdpa"), "flash_attn"), (("sdpa",), "sdpa")])
+def test_ring_takes_the_first_kernel_that_attends_to_parts_of_segments(installed, taken, made, tmp_path, monkeypatch):
+    def select(name, device, dtype):
+        if name != "auto" and name not in (*installed, "varlen"):
+            raise UserError(f"--attn_kernel {name} needs something that is not there")
+        return KERNELS["varlen" if name == "auto" else name]
+
+    monkeypatch.setattr(sequence, "select_kernel", select)
+    *_, args = options_of(made, tmp_path, *sharing(2, "ring"))
+    assert sequence.select_shared_kernel("auto", args, torch.float32).name == taken
+    with pytest.raises(UserError, match="--attn_kernel varlen with --sequence_parallel_mode ring"):
+        sequence.select_shared_kernel("varlen", args, torch.float32)
+    *_, args = options_of(made, tmp_path, *sharing(2))
+    assert sequence.select_shared_kernel("auto", args, torch.float32).name == "varlen"
