@@ -26,9 +26,10 @@ from .encode.sample import Encoder
 from .errors import UserError
 from .lanes import Topology
 from .packing.cost import CostModel
+from .prior import lanes_prior, shares_a_prior
 from .sources import DatasetSpec, Source, load_meta, open_source
 from .sources.mixture import Mixture, MixturePart
-from .stream import LaneStream
+from .stream import LaneStream, plan_sample
 
 STATE_VERSION = 2
 _POLICY_OPTIONS = ("on_error", "max_bad_fraction", "num_lanes")  # may differ on resume; lanes are added resolved
@@ -82,6 +83,8 @@ class PackedDataset(IterableDataset):
         self.cost_model = CostModel.from_name(self.config.cost_model)
         self._start: dict[str, Any] | None = None
         self._streams: dict[int, LaneStream] = {}
+        self._prior: dict[str, int] | None = None
+        self._prior_is_known = False
 
     @classmethod
     def from_meta(
@@ -101,11 +104,39 @@ class PackedDataset(IterableDataset):
         return cls(sources, encoder, config, specs=specs, rank=rank, world_size=world_size)
 
     def mixture(self, epoch: int) -> Mixture:
+        """The order of an epoch: which row of which dataset stands at each position."""
         return self.config.mixture(self.parts, epoch)
 
     def lane_stream(self, lane: int, epoch: int, mixture: Mixture) -> LaneStream:
         """The lane from its start; `mixture` is that of the epoch."""
         return LaneStream(self, lane, epoch, mixture)
+
+    def prior(self) -> dict[str, int] | None:
+        """What every lane begins each epoch with (prior.py); None where lanes find out for themselves.
+
+        The first call reads some samples, no pixels: under a second for local data. A state that goes on brings it.
+        """
+        if not self._prior_is_known and shares_a_prior(self.config, self.num_lanes, self.specs):
+            self._prior_is_known = True
+            mixture, budget = self.mixture(0), self.config.budget()
+            self._prior = lanes_prior(
+                self.config,
+                self.cost_model,
+                len(mixture),
+                lambda position: plan_sample(self, mixture, position, budget)[1],
+            )
+        return self._prior
+
+    def adopt_prior(self, state: Mapping[str, Any]) -> None:
+        """Lanes that begin later in a run that goes on begin with what its first ones did, if the data is the same."""
+        same = state.get("options") == self.fingerprint()
+        self._prior = state.get("prior") if same else None
+        self._prior_is_known = self._prior is not None
+
+    @property
+    def known_prior(self) -> dict[str, int] | None:
+        """`prior` as far as it has been asked for, for a saved state."""
+        return self._prior
 
     def set_epoch(self, epoch: int) -> None:
         """Order of this epoch from the next iteration on; a state loaded for another epoch is let go."""
@@ -156,7 +187,13 @@ class PackedDataset(IterableDataset):
         if not self._streams and self._start is not None:
             return self._start
         lanes = {str(lane): s.state_dict() for lane, s in self._streams.items() if s.turns}
-        return {"version": STATE_VERSION, "epoch": self.epoch, "options": self.fingerprint(), "lanes": lanes}
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "options": self.fingerprint(),
+            "prior": self.known_prior,
+            "lanes": lanes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, check_options: bool = True) -> None:
         """Go on after `state` at the next iteration.
@@ -166,6 +203,7 @@ class PackedDataset(IterableDataset):
         """
         self.adopt_lanes(state)
         check_state(state, self.fingerprint() if check_options else None)
+        self.adopt_prior(state)
         self._start = dict(state)
         self._streams = {}
         self.epoch = state["epoch"]

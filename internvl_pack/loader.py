@@ -124,9 +124,11 @@ class PackLoader(StatefulDataLoader):
 
     @property
     def epoch(self) -> int:
+        """The epoch that is read, counted from 0."""
         return self.packed_dataset.epoch
 
     def set_epoch(self, epoch: int) -> None:
+        """Read this epoch from its start; the one that is being read, if it is that, goes on."""
         if epoch != self.packed_dataset.epoch:
             self._states, self._first_pack, self._num_batches, self._resumed = {}, 0, 0, False
         self.packed_dataset.set_epoch(epoch)
@@ -147,6 +149,7 @@ class PackLoader(StatefulDataLoader):
         self._feed.control[_RESUMED] = int(self._resumed)
         self._resumed = False
         if self.num_workers:  # about to be forked
+            self.packed_dataset.prior()  # once, instead of in every worker
             release_free_memory()
         return self._batches(super().__iter__())
 
@@ -237,6 +240,7 @@ class PackLoader(StatefulDataLoader):
 
     @property
     def ledger(self) -> Ledger:
+        """What became of the samples of this epoch, as far as its packs were handed out on this rank."""
         merged = Ledger()
         for state in self._states.values():
             lane = Ledger()
@@ -245,6 +249,7 @@ class PackLoader(StatefulDataLoader):
         return merged
 
     def take_events(self) -> list[dict[str, Any]]:
+        """Samples that could not be used since the last call: their ids, reasons and details."""
         events, self._events = self._events, []
         return events
 
@@ -257,6 +262,7 @@ class PackLoader(StatefulDataLoader):
             "epoch": self.epoch,
             "global_packs": self.global_packs,
             "options": self.packed_dataset.fingerprint(),
+            "prior": self.packed_dataset.known_prior,
             "lanes": dict(self._states),
         }
 
@@ -268,6 +274,7 @@ class PackLoader(StatefulDataLoader):
         """
         self.packed_dataset.adopt_lanes(state)
         check_state(state, self.packed_dataset.fingerprint() if check_options else None)
+        self.packed_dataset.adopt_prior(state)
         self._iterator = None  # workers that are alive know nothing of the new state
         self.packed_dataset.set_epoch(state["epoch"])
         self._first_pack, self._num_batches = state["global_packs"], 0

@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ from .preset import (
     plan_settings,
     write_json,
 )
+from .prior import lanes_prior, shares_a_prior
 from .records import Fragment, Record
 from .scan import Scanner, ScanTable, arrow_schema, parallel, parquet, prepare_folder, scan, write_table
 from .sources import DatasetSpec, Source
@@ -101,7 +102,9 @@ def plan_preset(
     measured = scanner.settings([entry["content"] for entry in facts["data"]])
     rows = sum(map(len, sources))
     follow("measuring", rows, scan(scanner, measured, work / "scan", num_workers=num_workers))
-    planner = Planner(ScanTable(work / "scan", len(sources)), parts, sources, config, policy)
+    assert config.num_lanes is not None
+    prior = policy is None and shares_a_prior(config, config.num_lanes, specs)
+    planner = Planner(ScanTable(work / "scan", len(sources)), parts, sources, config, policy, prior)
     every = {**settings, **facts, "epochs": epochs, "on_error": config.on_error}
     follow("planning", positions * epochs, plan(planner, every, work / "plan", epochs=epochs, num_workers=num_workers))
     write_preset(out, work / "plan", config=config, policy=policy, epochs=epochs, facts=facts)
@@ -132,6 +135,7 @@ class Planner:
         ids: the sources, or anything with `sample_id(row)`, one a dataset.
         config: the run's options, num_lanes resolved.
         policy: one of OFFLINE_POLICIES, or None for the run's streaming packer.
+        has_prior: whether lanes begin with figures in common, `shares_a_prior` of the run.
     """
 
     table: Lengths
@@ -139,6 +143,20 @@ class Planner:
     ids: Sequence[Any]
     config: PackingConfig
     policy: str | None = None
+    has_prior: bool = False
+
+    @cached_property
+    def prior(self) -> dict[str, int] | None:
+        """What lanes begin with."""
+        if not self.has_prior:
+            return None
+        reader = _LaneReader(self, 0, 0)
+        return lanes_prior(
+            self.config,
+            CostModel.from_name(self.config.cost_model),
+            len(reader.mixture),
+            reader.fragments_at,
+        )
 
     def plan_lane(self, epoch: int, lane: int, folder: Path) -> tuple[int, int]:
         """Write the lane's packs and refusals. Returns (samples read, packs).
@@ -164,6 +182,7 @@ class Planner:
                 buffer_size=self.config.max_buffer_size,
                 reservoir=self.config.balance_reservoir,
                 cost=CostModel.from_name(self.config.cost_model),
+                prior=self.prior,
             )
             more = True
             while True:
@@ -207,13 +226,18 @@ class _LaneReader:
         self.cursor += 1
         which, row = self.mixture.locate(position)
         try:
-            with costs_one_sample(partial(self.planner.ids[which].sample_id, row)):
-                fragments = self._fragments(position, which, row)
+            fragments = self.fragments_at(position)
         except SampleError as error:
             self._refuse(position, which, row, error)
             return []
         self._good[which] += 1
         return fragments
+
+    def fragments_at(self, position: int) -> list[PlannedFragment]:
+        """The fragments of the sample at a position. Raises SampleError."""
+        which, row = self.mixture.locate(position)
+        with costs_one_sample(partial(self.planner.ids[which].sample_id, row)):
+            return self._fragments(position, which, row)
 
     def _fragments(self, position: int, which: int, row: int) -> list[PlannedFragment]:
         tokens, tiles, loss = self.planner.table.lengths(which, row)

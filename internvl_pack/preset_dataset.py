@@ -95,7 +95,11 @@ class PresetDataset(PackedDataset):
         kind = PresetLane if self.store is None else StoredLane
         return kind(self, lane, epoch, mixture)
 
+    def prior(self) -> None:
+        return None  # its packs are made
+
     def mixture(self, epoch: int) -> Mixture:
+        """The order of an epoch; those that were planned come again after the last."""
         return super().mixture(epoch % self.preset.epochs)
 
     def _data_options(self, part: MixturePart, spec: DatasetSpec, source: Source) -> dict[str, Any]:

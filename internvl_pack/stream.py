@@ -97,6 +97,8 @@ class LaneStream:
         return plan_sample(self.dataset, self.mixture, position, self.budget)
 
     def _read_next(self, position: int) -> None:
+        if not self.cursor:
+            self.packer.expect(self.dataset.prior())
         self.cursor += 1
         which, row = self.mixture.locate(position)
         try:

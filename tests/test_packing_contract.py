@@ -14,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internvl_pack.errors import SampleError
+from internvl_pack.packing.balance import PRIOR_WEIGHT, prior_figures
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.cost import CostModel
+from internvl_pack.packing.knapsack import SubsetSums
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.packing.policies import POLICIES
+from internvl_pack.packing.simulate import Length, simulate
 from internvl_pack.packing.split import EXACT_FRAGMENTS, split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -199,7 +203,8 @@ def streams(draw) -> tuple[Budget, list[Item]]:
 @settings(max_examples=700, deadline=None)
 def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, stream, buffer_size, reservoir):
     budget, sizes = stream
-    options = {"policy": policy, "buffer_size": buffer_size, "reservoir": reservoir}
+    prior = figures_of(budget, sizes[::2]) if len(sizes) % 2 else None
+    options = {"policy": policy, "buffer_size": buffer_size, "reservoir": reservoir, "prior": prior}
     packs = pack_all(sizes, budget, **options)
     assert sorted(item.key for pack in packs for item in pack) == [item.key for item in sizes]
     for pack in packs:
@@ -215,11 +220,22 @@ def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, strea
     assert not sizes or bounds.best() <= len(packs)
 
 
-@given(stream=streams(), buffer_size=st.integers(1, 12), reservoir=st.sampled_from([0, 4]), stop=st.integers(0, 30))
+def figures_of(budget: Budget, sizes: list[Item]) -> dict[str, int] | None:
+    return prior_figures(budget, CostModel.from_size("1B"), [(item.num_tokens, item.num_tiles) for item in sizes])
+
+
+@given(
+    stream=streams(),
+    buffer_size=st.integers(1, 12),
+    reservoir=st.sampled_from([0, 4]),
+    stop=st.integers(0, 30),
+    seen_before=st.integers(0, 20),
+)
 @settings(max_examples=300, deadline=None)
-def test_a_state_through_json_goes_on_exactly(stream, buffer_size, reservoir, stop):
+def test_a_state_through_json_goes_on_exactly(stream, buffer_size, reservoir, stop, seen_before):
     budget, sizes = stream
-    packer = LanePacker(budget, buffer_size=buffer_size, reservoir=reservoir)
+    prior = figures_of(budget, sizes[:seen_before])
+    packer = LanePacker(budget, buffer_size=buffer_size, reservoir=reservoir, prior=prior)
     feed = iter(sizes)
     packs: list[list[Item]] = []
     more = True
@@ -238,7 +254,7 @@ def test_a_state_through_json_goes_on_exactly(stream, buffer_size, reservoir, st
         if not packer.waiting:
             break
         packs.append(packer.pop())
-    assert packs == pack_all(sizes, budget, buffer_size=buffer_size, reservoir=reservoir)
+    assert packs == pack_all(sizes, budget, buffer_size=buffer_size, reservoir=reservoir, prior=prior)
 
 
 @pytest.mark.parametrize("reservoir", [0, 16])
@@ -363,6 +379,51 @@ def test_packs_on_real_lengths_are_near_the_bound(real_lengths, tokens, tiles, o
         bounds.add(item.num_tokens, item.num_tiles)
     packs = pack_all(stream, budget)
     assert bounds.best() <= len(packs) <= over_bound * bounds.best()
+
+
+def test_ranks_that_begin_with_figures_in_common_pack_alike(real_lengths):
+    found = simulate([Length(t, v) for t, v in real_lengths[:4000]], Budget(8192, 40), num_ranks=8)
+    assert found.rank_efficiency >= 0.955 and found.rank_efficiency_reservoir >= 0.965
+
+
+def test_figures_in_common_are_those_of_their_samples_at_a_fixed_weight():
+    budget, sizes = Budget(100, 8, pad_to_multiple_of=4), items((10, 1), (31, 0), (60, 4))
+    figures = figures_of(budget, sizes)
+    assert figures is not None
+    times = PRIOR_WEIGHT // 3
+    assert [figures[name] for name in ("samples", "tokens", "tiles")] == [3 * times, 104 * times, 5 * times]
+    assert figures["tokens_bind"] in (0, 1) and set(figures) == set(LanePacker(budget).state_dict()["figures"])
+    assert figures_of(budget, []) is None
+    many = figures_of(budget, items(*[10] * (PRIOR_WEIGHT + 5)))
+    assert many is not None and many["samples"] == PRIOR_WEIGHT + 5
+    packer = LanePacker(budget, prior=figures)
+    packer.add(sizes[0])
+    assert packer.state_dict()["figures"]["samples"] == 3 * times + 1
+    with pytest.raises(AssertionError):
+        packer.expect(figures)
+
+
+def test_subset_sums_give_the_nearest_of_the_fullest_rows_first():
+    """Against every subset."""
+    rng = random.Random(5)
+    for _ in range(60):
+        choices = [(rng.randint(1, 9), rng.randint(0, 3)) for _ in range(rng.randint(1, 8))]
+        sums = SubsetSums(choices, 20, 5)
+        reached = {(0, 0)}
+        for tokens, tiles in choices:
+            reached |= {(t + tokens, v + tiles) for t, v in reached}
+        reached = {(t, v) for t, v in reached if t <= 20 and v <= 5}
+        wanted, slack = rng.uniform(-1, 7), rng.randint(0, 3)
+        top = max(t for t, _ in reached)
+        near = sorted((abs(v - wanted), -t, v) for t, v in reached if t >= top - slack)
+        found = list(sums.full_rows(slack, wanted))
+        assert found[: len(near)] == [(-t, v) for _, t, v in near]
+        assert [t for t, _ in found[len(near) :]] == sorted({t for t, _ in reached if t < top - slack}, reverse=True)
+        most = {t: max(v for u, v in reached if u == t and v <= 2) for t, v in reached if v <= 2 and t >= top - 6}
+        assert list(sums.lower_rows(top, 6, 2)) == sorted(most.items(), reverse=True)
+        for row, column in found:
+            subset = [choices[place] for place in sums.subset(row, column)]
+            assert (sum(t for t, _ in subset), sum(v for _, v in subset)) == (row, column)
 
 
 def test_lower_bounds_hold_against_the_best_packing_of_small_streams():

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
@@ -20,6 +21,7 @@ from internvl_pack.dataset import PackedDataset
 from internvl_pack.errors import SampleError
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.plan import EpochPlan
+from internvl_pack.records import Fragment
 from internvl_pack.stream import plan_sample
 
 logger = logging.getLogger(__name__)
@@ -152,7 +154,11 @@ def _pack_some(dataset: PackedDataset) -> dict[str, float]:
     config = dataset.config
     mixture, budget = dataset.mixture(0), config.budget()
     packer: LanePacker[Fragment] = LanePacker(
-        budget, policy=config.packing_policy, buffer_size=config.max_buffer_size, cost=dataset.cost_model
+        budget,
+        policy=config.packing_policy,
+        buffer_size=config.max_buffer_size,
+        cost=dataset.cost_model,
+        prior=dataset.prior(),
     )
     sums = dict.fromkeys(("read", "samples", "tokens", "tiles", "packs", "full_packs", "samples_in_full"), 0.0)
 

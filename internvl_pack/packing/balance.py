@@ -11,14 +11,17 @@ That rest is called the pack's secondary cost here. Three things set its target:
             the level by what the others are spared. All lanes count their packs alike, so all ranks come to it in
             the same step, and no rank waits for the others with an ordinary pack.
 
-With a reservoir, which sorts packs by cost anyway, odd samples are packed as soon as they come and every pack has the
-same target: light packs would only fill the reservoir with packs of one kind.
+Level and light are figures of the stream, and a lane that begins knows nothing of it: targets that lanes find out each
+for itself differ from lane to lane, and so do their packs. So lanes begin with figures in common (`prior_figures`): of
+the same PRIOR_SAMPLES samples for all, counted as PRIOR_WEIGHT samples, so that what a lane then sees of its own
+changes them slowly. Fewer samples would be off from the stream by more, which no lane can mend later.
 
 Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/packing.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from internvl_pack.packing.budget import Budget
@@ -31,6 +34,9 @@ MOST_DRIFT = 0.06  # of the mean cost of a pack
 FILLED = 0.9  # of a budget: an anchor with too few neighbours for this waits for more of them
 ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack before it waits for a light one
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
+ABOVE = 0.02  # of the mean cost of a pack: how far over its target a pack may be for being full
+PRIOR_SAMPLES = 2000
+PRIOR_WEIGHT = 8000
 UNIT = 1024  # costs are whole numbers of 1/1024 token
 
 
@@ -43,6 +49,7 @@ class Goal:
         tokens_bind: tokens are the scarcer budget, else tiles.
         target: secondary cost to come close to, or None to take as much as fits (the stream has ended).
         close: a difference from the target that does not matter.
+        above: a pack that is dearer than its target by more is rather a little less full: all ranks wait for it.
         tokens_by_age, tiles_by_age: fill up to this by age before searching.
     """
 
@@ -50,6 +57,7 @@ class Goal:
     tokens_bind: bool
     target: float | None
     close: float
+    above: float
     tokens_by_age: float
     tiles_by_age: float
 
@@ -73,9 +81,8 @@ class Balance:
         "tokens_bind",
     )
 
-    def __init__(self, budget: Budget, cost: CostModel, *, light_packs: bool = True) -> None:
+    def __init__(self, budget: Budget, cost: CostModel) -> None:
         self.budget = budget
-        self.light_packs = light_packs
         self._attention, self._token = cost.attention * UNIT, cost.token
         self.tile_cost = cost.tile * UNIT // cost.token
         self.figures = dict.fromkeys(self.FIGURES, 0)
@@ -114,9 +121,12 @@ class Balance:
         else:
             secondary, primary, full = square + num_tokens * UNIT, num_tiles, self.budget.max_tiles
         ratio = self._ratio()
-        kind = "rich" if secondary >= ratio * primary else "poor"
-        f[kind + "_secondary"] += secondary
-        f[kind + "_primary"] += primary
+        if secondary >= ratio * primary:
+            f["rich_secondary"] += secondary
+            f["rich_primary"] += primary
+        else:
+            f["poor_secondary"] += secondary
+            f["poor_primary"] += primary
         if f["rich_primary"] and f["poor_primary"]:
             room, level = full - primary, ratio * full
             most = secondary + room * f["rich_secondary"] / f["rich_primary"]
@@ -171,11 +181,11 @@ class Balance:
             (f["tiles"] - f["tiles_before"]) / max(1, budget.max_tiles),
         )
         high = f["missed_high"] > f["missed_low"]
-        spared = self.light_packs * SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
+        spared = SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
         if high:
             spared = -spared
         ordinary = ratio * full + drift + spared
-        light = not self.light_packs or pops % PHASES == 0
+        light = pops % PHASES == 0
         anchor = 0
         if pops - born[0] < patience and not last:
             side = "poor" if high else "rich"
@@ -196,6 +206,7 @@ class Balance:
             tokens_bind=bind,
             target=None if last else ordinary - PHASES * spared if light else ordinary,
             close=0.004 * mean,
+            above=ABOVE * mean,
             tokens_by_age=max(0.0, share) * budget.max_tokens,
             tiles_by_age=max(0.0, share) * budget.max_tiles,
         )
@@ -218,3 +229,20 @@ class Balance:
         max_tokens, max_tiles = self.budget.max_tokens, self.budget.max_tiles
         shares = [max(t * max_tiles, v * max_tokens) if max_tiles else t for t, v in zip(tokens, tiles, strict=True)]
         return shares.index(max(shares))
+
+
+def prior_figures(budget: Budget, cost: CostModel, sizes: Iterable[tuple[int, int]]) -> dict[str, int] | None:
+    """What lanes begin with: the figures of these (tokens, tiles) of fragments, with the weight of PRIOR_WEIGHT.
+
+    Where there are more than PRIOR_WEIGHT they weigh as they are. None where there are none: lanes then begin with
+    nothing. Every rank must be given the same.
+    """
+    balance = Balance(budget, cost)
+    for num_tokens, num_tiles in sizes:
+        tokens = budget.aligned(num_tokens)
+        balance.add(tokens, num_tiles, balance.square(tokens))
+    samples = balance.figures["samples"]
+    if not samples:
+        return None
+    times = max(1, PRIOR_WEIGHT // samples)
+    return {name: value if name == "tokens_bind" else value * times for name, value in balance.figures.items()}

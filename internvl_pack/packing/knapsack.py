@@ -15,8 +15,16 @@ that the mask clears instead of into the next row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 ROWS = 256  # resolution of the token axis
+
+
+@lru_cache(maxsize=1024)
+def _masks(width: int, num_rows: int, max_tiles: int) -> tuple[int, int]:
+    """(bits of column 0, bits of all columns up to `max_tiles`) in every row."""
+    first_column = ((1 << (width * num_rows)) - 1) // ((1 << width) - 1)
+    return first_column, first_column * ((1 << (max_tiles + 1)) - 1)
 
 
 class SubsetSums:
@@ -32,8 +40,7 @@ class SubsetSums:
         self.width = width = max_tiles + 1 + max(tiles for _, tiles in items)
         self.num_rows = num_rows = max_tokens // step + 1
         self._row = (1 << (max_tiles + 1)) - 1
-        self._first_column = ((1 << (width * num_rows)) - 1) // ((1 << width) - 1)
-        mask = self._first_column * self._row
+        self._first_column, mask = _masks(width, num_rows, max_tiles)
         half = step // 2
         reached = 1
         self._reached = [reached]
@@ -71,15 +78,28 @@ class SubsetSums:
         near = []
         for row in range(top, max(-1, top - slack - 1), -1):
             bits = self._all >> (row * self.width) & self._row
-            while bits:
-                column = bits.bit_length() - 1
-                bits ^= 1 << column
-                near.append((abs(column - tiles), -row, column))
-        near.sort()
-        for _, row, column in near:
-            yield -row, column
+            if bits:
+                near.append((row, bits))
+        below = max(-1, min(self.max_tiles, int(tiles) if tiles >= 0 else -1))
+        above = below + 1
+        while below >= 0 or above <= self.max_tiles:
+            if above > self.max_tiles or (below >= 0 and tiles - below <= above - tiles):
+                column, below = below, below - 1
+            else:
+                column, above = above, above + 1
+            for row, bits in near:
+                if bits >> column & 1:
+                    yield row, column
         for row in range(top - slack - 1, -1, -1):
             bits = self._all >> (row * self.width) & self._row
+            if bits:
+                yield row, bits.bit_length() - 1
+
+    def lower_rows(self, top: int, rows: int, most_tiles: int) -> Iterator[tuple[int, int]]:
+        """Of row `top` and `rows` below the reachable state (row, tiles) of the most tiles up to `most_tiles`."""
+        mask = (1 << (min(most_tiles, self.max_tiles) + 1)) - 1
+        for row in range(top, max(-1, top - rows - 1), -1):
+            bits = self._all >> (row * self.width) & mask
             if bits:
                 yield row, bits.bit_length() - 1
 

@@ -57,6 +57,8 @@ class LanePacker(Generic[Item]):
         buffer_size: records of look-ahead.
         reservoir: packs held back to hand them out by cost, see reservoir.py; 0 for none.
         cost: what packs cost, for the balance between ranks. Every rank must use the same.
+        prior: what the lane begins with, from `prior_figures`; every lane of a run must be given the same. None: the
+            lane finds all out for itself.
 
     Raises:
         UserError: an unknown policy, a look-ahead below 1 or a negative reservoir.
@@ -70,6 +72,7 @@ class LanePacker(Generic[Item]):
         buffer_size: int = 64,
         reservoir: int = 0,
         cost: CostModel | None = None,
+        prior: Mapping[str, int] | None = None,
     ) -> None:
         if buffer_size < 1:
             raise UserError(f"max_buffer_size is {buffer_size}: give at least 1 record of look-ahead")
@@ -78,7 +81,7 @@ class LanePacker(Generic[Item]):
         self.budget = budget
         self.buffer_size = buffer_size
         self._policy = find_policy(policy)
-        self._balance = Balance(budget, cost or CostModel.from_size("1B"), light_packs=not reservoir)
+        self._balance = Balance(budget, cost or CostModel.from_size("1B"))
         self._reservoir = Reservoir(reservoir)
         self._built = 0  # packs
         self._items: list[Item] = []
@@ -86,6 +89,13 @@ class LanePacker(Generic[Item]):
         self._born: list[int] = []  # packs that had been built when each item came
         self._tokens = self._tiles = 0  # that wait, aligned
         self._most = 0  # items that ever waited at once
+        self.expect(prior)
+
+    def expect(self, prior: Mapping[str, int] | None) -> None:
+        """Begin with these figures; before the first `add`. None changes nothing."""
+        assert not self._built and not self._items, "a packer that has begun has figures of its own"
+        if prior is not None:
+            self._balance.figures = dict(prior)
 
     @property
     def full(self) -> bool:
@@ -174,7 +184,8 @@ class LanePacker(Generic[Item]):
         return self._balance.cost(*sums), pack
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: keys of what waits, packs of the reservoir, and the running figures (whole numbers)."""
+        """JSON-able: keys of what waits, packs of the reservoir, and the running figures (whole numbers,
+        those that it began with counted in)."""
         return {
             "waiting": [list(item.key) for item in self._items],
             "born": list(self._born),

@@ -29,6 +29,7 @@ MORE_TILES = 8  # than wanted: what a search looks at where tokens bind
 TRIES = 5  # subsets that are looked at for the one of the best cost
 EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
 FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
+LESS = 0.15  # of the token budget: what is left empty at most so that a pack is not too dear
 GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
 
 
@@ -46,11 +47,16 @@ Policy = Callable[[Waiting, Budget, Balance, Goal], list[int]]
 POLICIES: dict[str, Policy] = {}
 
 
-def policy(name: str) -> Callable[[Policy], Policy]:
-    """Register a policy."""
+BALANCED: set[str] = set()  # policies that look at a goal's target: their lanes begin with figures in common
+
+
+def policy(name: str, *, balanced: bool = False) -> Callable[[Policy], Policy]:
+    """Register a policy; `balanced` where it looks at the goal's target."""
 
     def register(function: Policy) -> Policy:
         POLICIES[name] = function
+        if balanced:
+            BALANCED.add(name)
         return function
 
     return register
@@ -70,6 +76,7 @@ class _Pack:
         self.waiting, self.budget = waiting, budget
         self.places: list[int] = []
         self.tokens = self.tiles = self.squares = self.attention = 0
+        self.takes_tiles = True  # False: it has as many as it should, and is filled with text at most
 
     def fits(self, place: int) -> bool:
         tokens, limit = self.waiting.tokens[place], self.budget.max_attention_cost
@@ -130,7 +137,7 @@ def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
     return pack.places
 
 
-@policy("subset_sum")
+@policy("subset_sum", balanced=True)
 def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
     """The goal's anchor, older records by age while the pack is far from full, then an exact search.
 
@@ -159,7 +166,8 @@ def _top_up(pack: _Pack) -> None:
     """Put in whatever still fits, oldest first."""
     tokens, tiles, _ = pack.waiting
     taken = set(pack.places)
-    room_tokens, room_tiles = pack.budget.max_tokens - pack.tokens, pack.budget.max_tiles - pack.tiles
+    room_tokens = pack.budget.max_tokens - pack.tokens
+    room_tiles = pack.budget.max_tiles - pack.tiles if pack.takes_tiles else 0
     for place, length in enumerate(tokens):
         if length <= room_tokens and place not in taken and tiles[place] <= room_tiles and pack.fits(place):
             pack.put(place)
@@ -202,6 +210,7 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
 
     best: list[int] = []
     nearest = None
+    over = 0.0
     found = top = 0
     for tries, (row, column) in enumerate(states):
         if tries >= 4 * TRIES or (found and (row < top - slack if goal.tokens_bind else column < top)):
@@ -224,26 +233,65 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
             secondary += (pack.tokens + added) * UNIT
         away = abs(secondary - goal.target)
         if nearest is None or away < nearest:
-            best, nearest = subset, away
+            best, nearest, over = subset, away, secondary - goal.target
         found += 1
         top = max(top, row if goal.tokens_bind else column)
         if found >= TRIES or away < goal.close:
             break
+    if goal.tokens_bind and goal.target is not None and over > goal.above:
+        most = max(0, int(wanted)) + 1
+        cheaper = _less_full(pack, balance, goal, sums, candidates, room_tokens, top, most, goal.target + over)
+        if cheaper is not None:
+            best, pack.takes_tiles = cheaper, False
     for place in best:
         pack.put(place)
+
+
+def _less_full(
+    pack: _Pack,
+    balance: Balance,
+    goal: Goal,
+    sums: SubsetSums,
+    candidates: list[int],
+    room_tokens: int,
+    top: int,
+    most_tiles: int,
+    least: float,
+) -> list[int] | None:
+    """The fullest subset below row `top` that is not too dear, or None where that would leave more than LESS empty."""
+    tokens, _, squares = pack.waiting
+    budget = pack.budget
+    best = None
+    for row, column in sums.lower_rows(top, int(LESS * budget.max_tokens) // sums.step, most_tiles):
+        subset = [candidates[place] for place in sums.subset(row, column)]
+        if sum(map(tokens.__getitem__, subset)) > room_tokens:
+            continue
+        if budget.max_attention_cost is not None and (
+            pack.attention + sum(tokens[p] ** 2 for p in subset) > budget.max_attention_cost
+        ):
+            continue
+        secondary = pack.squares + sum(map(squares.__getitem__, subset)) + (pack.tiles + column) * balance.tile_cost
+        if secondary < least:
+            best, least = subset, secondary
+            if secondary <= goal.target + goal.above:
+                break
+    return best
 
 
 def _exchange(pack: _Pack) -> None:
     """Exchange one record of the pack for a longer one with as many tiles, if one fits the gap best."""
     tokens, tiles = pack.waiting.tokens, pack.waiting.tiles
     gap = pack.budget.max_tokens - pack.tokens
-    rest = pack.rest()
+    others: dict[int, list[int]] = {tiles[out]: [] for out in pack.places[1:]}
+    for into in pack.rest():
+        if tiles[into] in others:
+            others[tiles[into]].append(into)
     best = 0
     pair = None
     for out in pack.places[1:]:
-        same, least, most = tiles[out], tokens[out] + best, tokens[out] + gap
-        for into in rest:
-            if least < tokens[into] <= most and tiles[into] == same:
+        least, most = tokens[out] + best, tokens[out] + gap
+        for into in others[tiles[out]]:
+            if least < tokens[into] <= most:
                 best, pair = tokens[into] - tokens[out], (out, into)
                 least = tokens[into]
     if pair is not None:

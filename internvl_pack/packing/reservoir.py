@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Any
 
-OVERDUE = 6
+OVERDUE = 10
 ROUNDS = 6
 
 

@@ -12,14 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TextIO
 
 from internvl_pack.errors import SampleError, UserError
+from internvl_pack.packing.balance import PRIOR_SAMPLES, prior_figures
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.packer import LanePacker
+from internvl_pack.packing.policies import BALANCED
 from internvl_pack.packing.split import split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -27,7 +30,7 @@ CHUNK = 4096  # rows packed between two looks at the clock
 SAMPLE = 20_000  # rows of the stream from which the ranks' streams are drawn
 TOKENS_A_TILE = 256
 WARM_UP = 60  # packs of a lane before the ranks are compared, so that its look-ahead is in its steady state
-STEPS = 112  # twice the reservoir's cycle
+STEPS = 112  # twice the reservoir's cycle of 56
 RESERVOIR = 16
 MAX_SAMPLES_A_RANK = 16_000  # read in a comparison; with hundreds in a pack, packs hardly differ and few tell enough
 
@@ -102,7 +105,7 @@ def simulate(
         reservoir: packs a rank of the second comparison.
         cost: of packs, InternVL3-1B's by default.
         oversize: see split.py; a row is taken as text with its images spread evenly over it.
-        seed: of the ranks' streams.
+        seed: of the ranks' streams, which begin with figures in common as training's lanes do.
         compare_ranks: False leaves the comparison out (the efficiencies are then 1).
 
     Raises:
@@ -116,18 +119,25 @@ def simulate(
         raise UserError(f"--reservoir is {reservoir}: give 0 or more packs")
     cost = cost or CostModel.from_size("1B")
 
-    def make(reservoir: int = 0) -> LanePacker[Fragment]:
-        return LanePacker(budget, policy=policy, buffer_size=buffer_size, reservoir=reservoir, cost=cost)
-
-    lanes = [_Lane(make()) for _ in range(num_lanes)]
     bounds = LowerBounds(budget)
     cutter = Cutter(budget, oversize)
+
+    def make(prior: dict[str, int] | None, reservoir: int = 0) -> LanePacker[Fragment]:
+        return LanePacker(budget, policy=policy, buffer_size=buffer_size, reservoir=reservoir, cost=cost, prior=prior)
+
+    def prior_of(rows: Iterable[Length]) -> dict[str, int] | None:
+        return prior_figures(budget, cost, cutter.sizes(rows)) if policy in BALANCED else None
+
+    lanes: list[_Lane] = []
     kept = _Kept(SAMPLE, seed)
     samples = fragments = num_split = 0
     dropped: Counter[str] = Counter()
     seconds = 0.0
     rows = iter(lengths)
     while chunk := list(islice(rows, CHUNK)):
+        if not lanes:
+            prior = prior_of(chunk[:PRIOR_SAMPLES]) if num_lanes > 1 else None
+            lanes = [_Lane(make(prior)) for _ in range(num_lanes)]
         work: list[tuple[_Lane, list[Fragment]]] = []
         for length in chunk:
             kept.offer(length)
@@ -156,9 +166,11 @@ def simulate(
     packs = sum(lane.packs for lane in lanes)
     even, even_reservoir = 1.0, 1.0
     if compare_ranks and packs:
-        even = rank_efficiency(kept.rows, make, cutter, cost, num_ranks=num_ranks, seed=seed)
+        drawn = random.Random(f"{seed} prior").sample(kept.rows, min(PRIOR_SAMPLES, len(kept.rows)))
+        make_rank = partial(make, prior_of(drawn))
+        even = rank_efficiency(kept.rows, make_rank, cutter, cost, num_ranks=num_ranks, seed=seed)
         even_reservoir = rank_efficiency(
-            kept.rows, lambda: make(reservoir), cutter, cost, num_ranks=num_ranks, seed=seed
+            kept.rows, partial(make_rank, reservoir), cutter, cost, num_ranks=num_ranks, seed=seed
         )
     return Simulation(
         samples=samples,
@@ -218,6 +230,16 @@ class Cutter:
     def __init__(self, budget: Budget, oversize: str) -> None:
         self.budget = budget
         self.oversize = oversize
+
+    def sizes(self, rows: Iterable[Length]) -> Iterator[tuple[int, int]]:
+        """Tokens and tiles of the rows' fragments; rows that cannot be cut are left out."""
+        for row in rows:
+            try:
+                parts = self.cut(row, 0)
+            except SampleError:
+                continue
+            for part in parts:
+                yield part.num_tokens, part.num_tiles
 
     def cut(self, length: Length, position: int) -> list[Fragment]:
         """Raises SampleError like `split`."""

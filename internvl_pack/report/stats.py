@@ -23,6 +23,7 @@ import numpy as np
 from ..config import PackingConfig
 from ..errors import SampleError, UserError
 from ..planning import Planner, _LaneReader
+from ..prior import shares_a_prior
 from ..records import Record
 from ..scan import REFUSED, parallel
 from ..sources import DatasetSpec, Source
@@ -382,19 +383,13 @@ class Packer:
     table: Table
     parts: Sequence[MixturePart]
     config: PackingConfig
+    _planners: dict[str, Planner] = field(default_factory=dict)
 
     def pack(self, policy: str, lane: int, limit: int | None) -> tuple[int, Prediction]:
         """(lane, the lane's packs by this policy)."""
-        single = policy == "single"
-        config = replace(
-            self.config,
-            packing_policy=policy,
-            max_buffer_size=1 if single else self.config.max_buffer_size,
-            balance_reservoir=0 if single else self.config.balance_reservoir,
-        )
-        planner = Planner(self.table, self.parts, self.table.measurer.sources, config)
+        budget, out = self.config.budget(), Prediction(policy)
+        planner = self._planner(policy)
         reader = _Reader(planner, lane, limit)
-        budget, out = config.budget(), Prediction(policy)
         for pack in planner._packs(reader):
             tokens = sum(f.num_tokens for f in pack)
             aligned = sum(budget.aligned(f.num_tokens) for f in pack)
@@ -407,6 +402,22 @@ class Packer:
             out.fills[int(FILL_BINS * max(aligned / budget.max_tokens, tiles / budget.max_tiles))] += 1
         out.samples, out.split, out.reasons, out.planned = reader.good, reader.split, reader.reasons, reader.cursor
         return lane, out
+
+    def _planner(self, policy: str) -> Planner:
+        """Plans by this policy; one for all lanes, which begin alike."""
+        if policy in self._planners:
+            return self._planners[policy]
+        single = policy == "single"
+        config = replace(
+            self.config,
+            packing_policy=policy,
+            max_buffer_size=1 if single else self.config.max_buffer_size,
+            balance_reservoir=0 if single else self.config.balance_reservoir,
+        )
+        measurer = self.table.measurer
+        prior = shares_a_prior(config, config.num_lanes or 1, measurer.specs)
+        self._planners[policy] = Planner(self.table, self.parts, measurer.sources, config, has_prior=prior)
+        return self._planners[policy]
 
 
 def _joined(policy: str, lanes: Mapping[int, Prediction], num_lanes: int, num_positions: int) -> Prediction:

@@ -1,0 +1,65 @@
+"""What every lane of a run begins with: figures of the epoch's first samples, the same on all ranks and in all workers.
+
+    positions 0 .. PRIOR_SAMPLES - 1 of epoch 0 -> fragments, as lanes cut them -> `prior_figures` -> each lane's packer
+
+The order of an epoch is shuffled, so its first samples are a fair draw of the data; in a local order they lie in the
+first shards, which are read next anyway. It is one rule for training, for planning and for what is told before a run:
+each gives only its own way to the fragments at a position. Samples that cannot be used are left out here and told of by
+the lane they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from .config import PackingConfig
+from .errors import SampleError
+from .packing.balance import PRIOR_SAMPLES, prior_figures
+from .packing.cost import CostModel
+from .packing.policies import BALANCED
+from .records import Fragment
+from .sources import DatasetSpec
+from .sources.refs import is_remote
+
+
+def shares_a_prior(config: PackingConfig, num_lanes: int, specs: Sequence[DatasetSpec]) -> bool:
+    """Whether the lanes of a run begin with figures in common.
+
+    Not a lane that is alone, nor a policy that looks at none. Not in the order of the files, whose first samples stand
+    for themselves only. And not over data far away, where each lane finds out for itself: thousands of requests before
+    the first step would be dearer than packs that differ a little more.
+    """
+    return (
+        num_lanes > 1
+        and config.packing
+        and config.packing_policy in BALANCED
+        and config.shuffle
+        and not any(is_remote(address) for spec in specs for address in _addresses(spec))
+    )
+
+
+def _addresses(spec: DatasetSpec) -> Iterable[str]:
+    return [spec.root, spec.annotation or "", *(spec.shards or ())[:1]]
+
+
+def lanes_prior(
+    config: PackingConfig, cost: CostModel, num_positions: int, fragments_at: Callable[[int], Sequence[Fragment]]
+) -> dict[str, int] | None:
+    """The figures, or None where no sample can be used.
+
+    Args:
+        num_positions: of epoch 0.
+        fragments_at: of a position of epoch 0, cut as by its lane; may raise SampleError.
+    """
+    budget = config.budget()
+
+    def sizes() -> Iterator[tuple[int, int]]:
+        for position in range(min(PRIOR_SAMPLES, num_positions)):
+            try:
+                fragments = fragments_at(position)
+            except SampleError:
+                continue
+            for fragment in fragments:
+                yield fragment.num_tokens, fragment.num_tiles
+
+    return prior_figures(budget, cost, sizes())
