@@ -18,7 +18,8 @@ A row that would not fit is left out with a line that says so: an out-of-memory 
 others of its group waiting. What it needs is estimated from the shorter rows and smaller groups before it.
 
 --check: gradients and losses of one row in bfloat16, over a group and by one rank, against float32. The error over a
-group may be at most twice that of one rank, for each part of the model.
+group may be at most twice that of one rank, for each part of the model. First the blocks that ring attention is made
+of, of each kernel that runs here: at most twice the error of bfloat16 SDPA.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import os
 import statistics
 import sys
@@ -41,7 +43,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import FACTOR, Table, versions
+from benchmarks.gpu_check import FACTOR, Table, relative, run_kernel, versions
 from benchmarks.train_step import (
     SHAPES,
     Sample,
@@ -57,9 +59,12 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
-from internvl_pack.model.kernels import select_kernel
+from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.parallel import MODES, SequenceGroup, enable_sequence_parallel, make_groups
+from internvl_pack.parallel.blocks import BLOCKS
+from internvl_pack.parallel.checks import RING_KERNELS
+from internvl_pack.parallel.ring import joined, seen_parts
 from internvl_pack.parallel.slices import count_slice_targets
 
 MARGIN = 0.95  # of the card's memory that a row may be expected to need
@@ -269,9 +274,69 @@ def errors(got: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dict]) 
     return found
 
 
+def check_blocks(device: torch.device, small: bool) -> int:
+    """Failures: kernels whose blocks, joined as in ring attention, are off more than FACTOR times bfloat16 SDPA."""
+    print("\nBlocks of ring attention (front and back of each segment), errors against float32")
+    table = Table(("heads", 9), ("kernel", 11), *((name, 18) for name in ("out", "dq", "dk", "dv")), ("", 6))
+    lengths = [1, 33, 7, 64] if small else [1, 1650, 7, 640, 1, 3000]
+    for heads, kv_heads, dim in ((14, 2, 64), (28, 4, 128)):
+        torch.manual_seed(0)
+        inputs = [
+            torch.randn(2 * sum(lengths), h, dim, device=device, dtype=torch.bfloat16)
+            for h in (heads, kv_heads, kv_heads)
+        ]
+        upstream = torch.randn(2 * sum(lengths), heads, dim, device=device, dtype=torch.bfloat16)
+        whole = (bounds_of([2 * n for n in lengths], device), 2 * max(lengths), dim**-0.5, None)
+        expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, *whole)
+        base = [
+            relative(t, e)
+            for t, e in zip(run_kernel(KERNELS["sdpa"].run, inputs, upstream, *whole), expected, strict=True)
+        ]
+        table.row(f"{heads}/{kv_heads}", "bf16 sdpa", *(f"{b:.2e}" for b in base))
+        for kernel in RING_KERNELS:
+            if KERNELS[kernel].problem(device) is not None:
+                continue
+            got = halves_joined(kernel, inputs, upstream, lengths)
+            found = [relative(t, e) for t, e in zip(got, expected, strict=True)]
+            cells = (f"{error:.2e} ({error / b:.2f}x)" for error, b in zip(found, base, strict=True))
+            ok = all(error <= FACTOR * b for error, b in zip(found, base, strict=True))
+            table.row(f"{heads}/{kv_heads}", kernel, *cells, table.verdict(ok))
+    return table.failures
+
+
+def bounds_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def halves_joined(kernel: str, inputs: list[torch.Tensor], upstream: torch.Tensor, lengths: list[int]) -> list:
+    """Causal attention over segments of twice the `lengths`, and its gradients, from the blocks of their halves."""
+    device, blocks, scale = upstream.device, BLOCKS[kernel], upstream.shape[-1] ** -0.5
+    row = (bounds_of(lengths, device), max(lengths), scale)
+    starts = bounds_of([2 * n for n in lengths], device).tolist()
+    front = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lengths, strict=False)])
+    places = (
+        front,
+        front + torch.tensor(lengths, device=device).repeat_interleave(torch.tensor(lengths, device=device)),
+    )
+    q, k, v, do = ([t[at] for at in places] for t in (*inputs, upstream))
+    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for mine, theirs, causal in seen_parts(0, 0):
+        out, lse = blocks.forward(q[mine], k[theirs], v[theirs], *row, causal)
+        results[mine] = joined(*results[mine], out, lse) if mine in results else (out.float(), lse)
+    totals = [torch.zeros(t.shape, device=device) for t in (upstream, *inputs)]
+    for part, (out, _) in results.items():
+        totals[0][places[part]] = out
+    for mine, theirs, causal in seen_parts(0, 0):
+        out, lse = results[mine]
+        parts = blocks.backward(do[mine], q[mine], k[theirs], v[theirs], out.to(do[mine].dtype), lse, *row, causal)
+        for total, part, at in zip(totals[1:], parts, (places[mine], places[theirs], places[theirs]), strict=True):
+            total[at] += part
+    return totals
+
+
 def check(core: PackedModel, args: argparse.Namespace, groups: dict, device: torch.device, small: bool) -> int:
     """Failures: parts whose error over a group is more than FACTOR times that of one rank."""
-    failures = 0
+    failures = check_blocks(device, small)
     for tokens in args.tokens:
         batch = make_row(core, tokens, args.segment_tokens, small, args.seed)
         exact = copy.deepcopy(core.model).float()

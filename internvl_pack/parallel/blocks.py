@@ -46,7 +46,8 @@ def _flash_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
 
-    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    longest = max(max_seqlen, 2)  # for 1 it takes another way, with other layouts
+    row = (cu_seqlens, cu_seqlens, longest, longest)
     out, lse, *_ = _wrapped_flash_attn_varlen_forward(q, k, v, *row, 0.0, scale, causal=causal)
     return out, lse
 
@@ -66,9 +67,49 @@ def _flash_backward(
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
 
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    row = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    longest = max(max_seqlen, 2)
+    row = (cu_seqlens, cu_seqlens, longest, longest)
     settings = (0.0, scale, causal, -1, -1, 0.0, None, False)
     _wrapped_flash_attn_varlen_backward(upstream, q, k, v, out, lse, dq, dk, dv, *row, *settings)
+    return dq, dk, dv
+
+
+# --- torch's own ----------------------------------------------------------------------------------
+
+
+def _varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The flash-attn 2 kernel inside torch; torch.nn.attention.varlen calls it so."""
+    longest = max(max_seqlen, 2)
+    row = (cu_seqlens, cu_seqlens, longest, longest)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *row, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _varlen_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    longest = max(max_seqlen, 2)
+    row = (cu_seqlens, cu_seqlens, longest, longest)
+    no_dropout = torch.zeros((2,), dtype=torch.uint64, device=q.device)
+    settings = (0.0, causal, no_dropout, q.new_empty(0))
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(upstream, q, k, v, out, lse, *row, *settings, scale=scale)
     return dq, dk, dv
 
 
@@ -164,5 +205,6 @@ def _by_head(tokens: torch.Tensor, heads: int | None = None) -> torch.Tensor:
 #: By the name of the kernel (model/kernels.py); the names are checks.RING_KERNELS.
 BLOCKS = {
     "flash_attn": Blocks(_flash_forward, _flash_backward),
+    "varlen": Blocks(_varlen_forward, _varlen_backward),
     "sdpa": Blocks(_reference_forward, _reference_backward),
 }

@@ -13,7 +13,7 @@ from ..errors import UserError
 MODES = ("ulysses", "ring")
 
 #: Kernels that give the log-sum-exp of a block and take it back in the gradient, which ring attention needs.
-RING_KERNELS = ("flash_attn", "sdpa")
+RING_KERNELS = ("flash_attn", "varlen", "sdpa")
 
 
 def check_mode(mode: str) -> None:
@@ -101,7 +101,7 @@ def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
         return
     raise UserError(
         f"--attn_kernel {kernel} with --sequence_parallel_mode ring: it does not attend to parts of a segment; use "
-        f"--attn_kernel {' or '.join(RING_KERNELS)}, or --sequence_parallel_mode ulysses"
+        f"--attn_kernel {', '.join(RING_KERNELS[:-1])} or {RING_KERNELS[-1]}, or --sequence_parallel_mode ulysses"
     )
 
 
