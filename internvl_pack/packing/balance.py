@@ -34,6 +34,7 @@ MOST_DRIFT = 0.06  # of the mean cost of a pack
 FILLED = 0.9  # of a budget: an anchor with too few neighbours for this waits for more of them
 ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack before it waits for a light one
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
+CLOSE = 0.01  # of the mean cost of a pack: a third of a tile; a better subset is not worth the time to find it
 ABOVE = 0.02  # of the mean cost of a pack: how far over its target a pack may be for being full
 PRIOR_SAMPLES = 2000
 PRIOR_WEIGHT = 8000
@@ -205,7 +206,7 @@ class Balance:
             anchor=anchor,
             tokens_bind=bind,
             target=None if last else ordinary - PHASES * spared if light else ordinary,
-            close=0.004 * mean,
+            close=CLOSE * mean,
             above=ABOVE * mean,
             tokens_by_age=max(0.0, share) * budget.max_tokens,
             tiles_by_age=max(0.0, share) * budget.max_tiles,

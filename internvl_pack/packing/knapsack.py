@@ -58,14 +58,24 @@ class SubsetSums:
         reached, shifts = self._reached, self._shifts
         chosen = []
         last = len(shifts)  # the state is reached with the first `last` items
+        half = self._all.bit_length() // 2
         while bit:
             first = 0  # and not with the first `first`: what is reached stays reached, so bisect
-            while last - first > 1:
-                middle = (first + last) // 2
-                if reached[middle] >> bit & 1:
-                    last = middle
-                else:
-                    first = middle
+            if bit > half:  # of two ways to ask for a bit the one that copies less of the integer
+                while last - first > 1:
+                    middle = (first + last) // 2
+                    if reached[middle] >> bit & 1:
+                        last = middle
+                    else:
+                        first = middle
+            else:
+                mask = 1 << bit
+                while last - first > 1:
+                    middle = (first + last) // 2
+                    if reached[middle] & mask:
+                        last = middle
+                    else:
+                        first = middle
             last = first
             chosen.append(first)
             bit -= shifts[first]
