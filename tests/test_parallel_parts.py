@@ -7,14 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_samples import relative_error
+from model_samples import padded_batch, relative_error, text_segments, tiny_packed
 
 from internvl_pack.errors import UserError
 from internvl_pack.model import kernels
 from internvl_pack.parallel import blocks, checks
-from internvl_pack.parallel.group import SequenceGroup, group_ranks, make_groups
+from internvl_pack.parallel.group import SequenceGroup, enable_sequence_parallel, group_ranks, make_groups
 from internvl_pack.parallel.ring import joined, seen_parts
 from internvl_pack.parallel.slices import count_slice_targets, row_slice, tiles_a_rank
+
+
+def group_of(size, mode="ulysses", rank=0):
+    ranks = tuple(range(size))
+    return SequenceGroup(process_group=None, rank=rank, size=size, mode=mode, ranks=ranks, dp_rank=0, dp_world=1)
+
 
 # --- groups and checks ----------------------------------------------------------------------------
 
@@ -141,12 +147,7 @@ def test_targets_of_the_slices_are_counted_on_the_host():
     labels = torch.tensor([[-100, 5, 6, -100, -100, 7, 8, 9, -100]])
     batch = {"labels": labels, "cu_seqlens": cumulative([4, 5]), "max_seqlen": 5}
     for mode, size in itertools.product(checks.MODES, (2, 4)):
-        groups = [
-            SequenceGroup(
-                process_group=None, rank=r, size=size, mode=mode, ranks=tuple(range(size)), dp_rank=0, dp_world=1
-            )
-            for r in range(size)
-        ]
+        groups = [group_of(size, mode, rank) for rank in range(size)]
         assert sum(count_slice_targets(batch, group) for group in groups) == 5
 
 
@@ -155,6 +156,30 @@ def test_tiles_are_shared_out_whole():
         share = tiles_a_rank(tiles, size)
         assert share == max(len(range(tiles)[rank * share : (rank + 1) * share]) for rank in range(size))
         assert share * size >= tiles
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_a_model_is_told_of_its_group_unless_its_heads_do_not_go(tokenizer, caplog):
+    packed = tiny_packed(tokenizer)
+    with pytest.raises(UserError, match="does not divide the language model's 4 attention heads"):
+        enable_sequence_parallel(packed, group_of(3))
+    assert packed.sequence_group is None
+    enable_sequence_parallel(packed, group_of(3, "ring"))
+    assert packed.sequence_group.size == 3
+    with caplog.at_level("INFO"):
+        enable_sequence_parallel(packed, group_of(4))
+    assert "the 2 key/value heads are repeated 2 times for 4 ranks" in caplog.text
+    enable_sequence_parallel(packed, group_of(1))
+    assert packed.sequence_group is None
+
+
+def test_padded_batches_are_not_cut(tokenizer):
+    packed = tiny_packed(tokenizer)
+    enable_sequence_parallel(packed, group_of(2))
+    with pytest.raises(ValueError, match="cuts packed rows only"):
+        packed(**padded_batch(text_segments(tokenizer)))
 
 
 # --- blocks ---------------------------------------------------------------------------------------

@@ -163,7 +163,9 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         **(asdict(model_args) | {"attn_kernel": kernel.name}),
     )
     if ranks.sequence_parallel_size > 1:
-        group = make_groups(ranks.processes, ranks.sequence_parallel_size, args.sequence_parallel_mode)
+        group = make_groups(
+            ranks.processes, ranks.sequence_parallel_size, args.sequence_parallel_mode, args.ddp_timeout_delta
+        )
         enable_sequence_parallel(model, group)
         loader.agreement = Agreement(group)
         if eval_loader is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from .checks import MODES, check_mode, check_model, check_world
@@ -52,8 +53,14 @@ def group_ranks(world_size: int, sequence_parallel_size: int) -> list[tuple[int,
     return [tuple(range(start, start + sequence_parallel_size)) for start in starts]
 
 
-def make_groups(world_size: int, sequence_parallel_size: int, mode: str = "ulysses") -> SequenceGroup:
+def make_groups(
+    world_size: int, sequence_parallel_size: int, mode: str = "ulysses", timeout: timedelta | None = None
+) -> SequenceGroup:
     """Make all process groups (every rank must call, in the same order) and give this rank's.
+
+    Args:
+        timeout: after which a collective whose other ranks are missing fails; None takes torch's own, which is not
+            that of the processes' first group.
 
     Raises:
         UserError: the groups do not cover the ranks, or an unknown mode.
@@ -66,7 +73,7 @@ def make_groups(world_size: int, sequence_parallel_size: int, mode: str = "ulyss
     own = rank // sequence_parallel_size
     process_group = None
     if sequence_parallel_size > 1:
-        made = [dist.new_group(list(ranks)) for ranks in groups]
+        made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
         process_group = made[own]
     return SequenceGroup(
         process_group=process_group,
