@@ -21,7 +21,7 @@ from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.knapsack import SubsetSums
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.packing.policies import POLICIES
-from internvl_pack.packing.simulate import Length, simulate
+from internvl_pack.packing.simulate import Length, _costs, _handed_out, simulate
 from internvl_pack.packing.split import EXACT_FRAGMENTS, split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -384,6 +384,19 @@ def test_packs_on_real_lengths_are_near_the_bound(real_lengths, tokens, tiles, o
 def test_ranks_that_begin_with_figures_in_common_pack_alike(real_lengths):
     found = simulate([Length(t, v) for t, v in real_lengths[:4000]], Budget(8192, 40), num_ranks=8)
     assert found.rank_efficiency >= 0.955 and found.rank_efficiency_reservoir >= 0.965
+
+
+def test_a_reservoir_hands_out_the_packs_that_are_built_without_one(real_lengths):
+    """What the simulation of ranks rests on."""
+    budget, cost = Budget(8192, 40), CostModel.from_size("1B")
+    stream = [Item((i, 0), t, v) for i, (t, v) in enumerate(real_lengths[:1500]) if budget.fits(t, v)]
+    prior = figures_of(budget, stream)
+
+    def costs(reservoir: int) -> list[int]:
+        return list(_costs(iter(stream), LanePacker(budget, reservoir=reservoir, prior=prior), cost))
+
+    held = costs(16)
+    assert len(held) > 200 and held == list(_handed_out(costs(0), 16))[: len(held)]
 
 
 def test_figures_in_common_are_those_of_their_samples_at_a_fixed_weight():

@@ -23,6 +23,7 @@ from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.packing.policies import BALANCED
+from internvl_pack.packing.reservoir import Reservoir
 from internvl_pack.packing.split import split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -32,7 +33,7 @@ TOKENS_A_TILE = 256
 WARM_UP = 60  # packs of a lane before the ranks are compared, so that its look-ahead is in its steady state
 STEPS = 112  # twice the reservoir's cycle of 56
 RESERVOIR = 16
-MAX_SAMPLES_A_RANK = 16_000  # read in a comparison; with hundreds in a pack, packs hardly differ and few tell enough
+MAX_SAMPLES_A_RANK = 8_000  # read in a comparison; with hundreds in a pack, packs hardly differ and few tell enough
 
 
 class Length(NamedTuple):
@@ -122,8 +123,8 @@ def simulate(
     bounds = LowerBounds(budget)
     cutter = Cutter(budget, oversize)
 
-    def make(prior: dict[str, int] | None, reservoir: int = 0) -> LanePacker[Fragment]:
-        return LanePacker(budget, policy=policy, buffer_size=buffer_size, reservoir=reservoir, cost=cost, prior=prior)
+    def make(prior: dict[str, int] | None) -> LanePacker[Fragment]:
+        return LanePacker(budget, policy=policy, buffer_size=buffer_size, cost=cost, prior=prior)
 
     def prior_of(rows: Iterable[Length]) -> dict[str, int] | None:
         return prior_figures(budget, cost, cutter.sizes(rows)) if policy in BALANCED else None
@@ -167,10 +168,8 @@ def simulate(
     even, even_reservoir = 1.0, 1.0
     if compare_ranks and packs:
         drawn = random.Random(f"{seed} prior").sample(kept.rows, min(PRIOR_SAMPLES, len(kept.rows)))
-        make_rank = partial(make, prior_of(drawn))
-        even = rank_efficiency(kept.rows, make_rank, cutter, cost, num_ranks=num_ranks, seed=seed)
-        even_reservoir = rank_efficiency(
-            kept.rows, partial(make_rank, reservoir), cutter, cost, num_ranks=num_ranks, seed=seed
+        even, even_reservoir = rank_efficiency(
+            kept.rows, partial(make, prior_of(drawn)), cutter, cost, reservoir, num_ranks=num_ranks, seed=seed
         )
     return Simulation(
         samples=samples,
@@ -289,28 +288,49 @@ def rank_efficiency(
     make: Callable[[], LanePacker[Fragment]],
     cutter: Cutter,
     cost: CostModel,
+    reservoir: int,
     *,
     num_ranks: int = 64,
     num_steps: int = STEPS,
     seed: int = 0,
-) -> float:
-    """Mean over max cost of a step, averaged over `num_steps`.
+) -> tuple[float, float]:
+    """Mean over max cost of a step, averaged over `num_steps`: without and with a reservoir of so many packs a rank.
 
-    Each rank has a lane that draws its own reshuffled stream of the rows, again and again; the first WARM_UP packs
-    are left out, and there is no end whose last packs would count. Where a pack holds so many samples that a rank
-    would read more than MAX_SAMPLES_A_RANK, fewer packs are compared, after a warm-up that is shorter likewise.
+    `make` gives packers without one: a lane builds the same packs either way, and the reservoir hands them out in
+    another order. Each rank has a lane that draws its own reshuffled stream of the rows, again and again; the first
+    WARM_UP packs are left out, and there is no end whose last packs would count. Where a pack holds so many samples
+    that a rank would read more than MAX_SAMPLES_A_RANK, fewer packs are compared, after a warm-up that is shorter
+    likewise.
     """
     first = rows[0] if rows else Length(0, 0)
     if all(row[:2] == first[:2] for row in rows) and cutter.budget.fits(first.num_tokens, first.num_tiles):
-        return 1.0  # packs of one shape alone
+        return 1.0, 1.0  # packs of one shape alone
     share = min(1.0, MAX_SAMPLES_A_RANK / ((WARM_UP + num_steps) * _samples_a_pack(rows, cutter.budget)))
     warm_up, num_steps = max(1, int(share * WARM_UP)), max(2, int(share * num_steps))
-    ranks = []
+    alone, sorted_out = [], []
     for rank in range(num_ranks):
-        costs = _costs(_endless(rows, cutter, random.Random(f"{seed} {rank}")), make(), cost)
-        ranks.append(list(islice(costs, warm_up, warm_up + num_steps)))
+        built = _costs(_endless(rows, cutter, random.Random(f"{seed} {rank}")), make(), cost)
+        costs = list(islice(built, warm_up + num_steps + reservoir))
+        alone.append(costs[warm_up : warm_up + num_steps])
+        sorted_out.append(list(_handed_out(costs, reservoir))[warm_up : warm_up + num_steps])
+    return _evenness(alone), _evenness(sorted_out)
+
+
+def _evenness(ranks: Sequence[Sequence[int]]) -> float:
     steps = list(zip(*ranks, strict=True))
     return sum(sum(step) / len(step) / max(step) for step in steps) / len(steps) if steps else 1.0
+
+
+def _handed_out(costs: Iterable[int], size: int) -> Iterator[int]:
+    """Costs of packs in the order in which a reservoir hands them out, while more come."""
+    if not size:
+        yield from costs
+        return
+    held = Reservoir(size)
+    for cost in costs:
+        held.add(cost, cost)
+        if held.full:
+            yield held.pop()
 
 
 def _samples_a_pack(rows: Sequence[Length], budget: Budget) -> float:
