@@ -288,17 +288,17 @@ def test_a_preset_is_trained_by_ring_as_it_was_planned(made, tmp_path):
         assert Preset(folder).config(packing).pad_to_multiple_of == 4
 
 
-@pytest.mark.parametrize(("installed", "taken"), [(("flash_attn", "sdpa"), "flash_attn"), (("sdpa",), "sdpa")])
-def test_ring_takes_the_first_kernel_that_attends_to_parts_of_segments(installed, taken, made, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("runs_here", "taken"), [(("flash_attn", "varlen"), "flash_attn"), (("varlen",), "varlen")])
+def test_ring_takes_the_first_kernel_that_attends_to_parts_of_segments(runs_here, taken, made, tmp_path, monkeypatch):
     def select(name, device, dtype):
-        if name != "auto" and name not in (*installed, "varlen"):
+        if name not in ("auto", "fa4", *runs_here):
             raise UserError(f"--attn_kernel {name} needs something that is not there")
-        return KERNELS["varlen" if name == "auto" else name]
+        return KERNELS["fa4" if name == "auto" else name]
 
     monkeypatch.setattr(sequence, "select_kernel", select)
     *_, args = options_of(made, tmp_path, *sharing(2, "ring"))
     assert sequence.select_shared_kernel("auto", args, torch.float32).name == taken
-    with pytest.raises(UserError, match="--attn_kernel varlen with --sequence_parallel_mode ring"):
-        sequence.select_shared_kernel("varlen", args, torch.float32)
+    with pytest.raises(UserError, match="--attn_kernel fa4 with --sequence_parallel_mode ring"):
+        sequence.select_shared_kernel("fa4", args, torch.float32)
     *_, args = options_of(made, tmp_path, *sharing(2))
-    assert sequence.select_shared_kernel("auto", args, torch.float32).name == "varlen"
+    assert sequence.select_shared_kernel("auto", args, torch.float32).name == "fa4"
