@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if processes > 0 and stale:
             context = multiprocessing.get_context("spawn")  # takes over nothing of this process, such as threads
             pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context))
-        bar = stack.enter_context(tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing"))
+        bar = stack.enter_context(tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing", disable=None))
         for indexed, piece_bytes in index_files(stale, pool, in_flight=2 * max(1, processes)):
             bar.update(piece_bytes)
             if indexed is not None:
