@@ -75,13 +75,21 @@ class Agreement:
         return [int(one) for one in everyones]
 
     def _from_first(self, batch: dict[str, Any] | None) -> dict[str, Any] | None:
-        seen: list[Any] = [None] * self.group.size
         events = [event for row in batch["rows"] for event in row.events] if batch is not None else []
-        dist.all_gather_object(seen, left(events), group=self._cpu_group)
+        seen = self._gather_objects(left(events))
         if not self._told and not self.group.rank:
             self._told = True
             logger.error(difference(seen, self.group.ranks))
-        sent = [batch]
+        return self._broadcast(batch)
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        everyones: list[Any] = [None] * self.group.size
+        dist.all_gather_object(everyones, value, group=self._cpu_group)
+        return everyones
+
+    def _broadcast(self, value: Any) -> Any:
+        """The first rank's value."""
+        sent = [value]
         dist.broadcast_object_list(sent, src=self.group.ranks[0], group=self._cpu_group)
         return sent[0]
 
