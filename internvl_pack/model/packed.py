@@ -291,11 +291,10 @@ class PackedModel(nn.Module):
         # Other ranks' image tokens all go to one place after this rank's tokens, which is cut off again.
         here = own.inverse(input_ids.shape[1])[positions]
         beyond = torch.cat([embeddings, embeddings.new_zeros((1, 1, embeddings.shape[-1]))], 1)
-        return place_features(beyond, everyones.reshape(-1, everyones.shape[-1]), here)[:, :-1]
+        placed = place_features(beyond, everyones.reshape(-1, everyones.shape[-1]), here)[:, :-1]
+        return placed.clone(memory_format=torch.contiguous_format)  # no view, as in place_features
 
-    def _image_positions(
-        self, input_ids: torch.Tensor, num_tiles: int, num_image_tokens: int | None
-    ) -> torch.Tensor:
+    def _image_positions(self, input_ids: torch.Tensor, num_tiles: int, num_image_tokens: int | None) -> torch.Tensor:
         """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
         is_image = input_ids.reshape(-1) == self.config.image_token_id
         on_host = num_image_tokens is None or input_ids.device.type == "cpu"
