@@ -157,6 +157,15 @@ class Rank:
             worst = max(worst, gradient_error(name, ours, expected))
         return {"loss": abs(total.item() / WORLD - loss), "gradient": worst, "dp_rank": group.dp_rank}
 
+    def activations(self, mode: str) -> float:
+        """Bytes kept for the backward pass, of a rank of WORLD over one by itself."""
+        packed = self.model(CASES["mixed"])
+        plans = [[("text", 20), ("image", 4), ("answer", 92)], [("text", 60), ("image", 4), ("answer", 52)]]
+        batch = packed_batch([segment(self.tokenizer, plan, seed) for seed, plan in enumerate(plans * 4)])
+        alone = saved_bytes(packed, batch)
+        enable_sequence_parallel(packed, self.groups[mode, WORLD])
+        return saved_bytes(packed, batch) / alone
+
     def isolation(self, mode: str) -> dict[str, Any]:
         packed = self.model(CASES["mixed"])
         enable_sequence_parallel(packed, self.groups[mode, WORLD])
@@ -178,6 +187,25 @@ class Rank:
             alone = packed(**batch).logits
             enable_sequence_parallel(packed, self.groups[mode, WORLD])
             return relative_error(packed(**batch).logits, alone)
+
+
+def saved_bytes(packed, batch) -> int:
+    """Of the memory behind what a forward pass keeps for the backward, weights aside; the head keeps gradients."""
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in packed.parameters()}
+    alive = []  # so that no two have one address
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed(**batch).loss.backward()
+    packed.zero_grad(set_to_none=True)
+    return sum(kept.values())
 
 
 def one_segment(_module, args, kwargs):
@@ -245,6 +273,7 @@ def run(rank: int, world: int, port: int, out: str, cases: dict[str, Case], with
         found[f"data and sequence: {mode}"] = this.data_and_sequence(mode)
         found[f"isolation: {mode}"] = this.isolation(mode)
         found[f"logits: {mode}"] = this.logits(mode)
+        found[f"activations: {mode}"] = this.activations(mode)
     if rank == 0:
         found["seconds of one core"] = world * time.process_time()
         with open(out, "w") as file:

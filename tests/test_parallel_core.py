@@ -71,3 +71,8 @@ def test_isolation_is_checked_on_the_gathered_row(found, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_asked_for_are_the_whole_rows(found, mode):
     assert found[f"logits: {mode}"] <= GRADIENT
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_of_four_keeps_a_quarter_of_the_activations(found, mode):
+    assert 0.2 < found[f"activations: {mode}"] <= 0.35
