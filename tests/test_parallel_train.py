@@ -70,7 +70,19 @@ NOT_SAVING = ("--save_strategy", "no")
 RUNS: list[tuple[str, tuple[str, ...]]] = [
     ("alone", ("--deepspeed", "zero_stage1", "--do_eval", "True", *SAVING)),
     ("zero1", ("--deepspeed", "zero_stage1", "--do_eval", "True", *sharing(2), *NOT_SAVING)),
-    ("zero3", ("--deepspeed", "zero_stage3", "--max_steps", "2", *sharing(2, "ring"), *NOT_SAVING)),
+    (
+        "zero3",
+        (
+            "--deepspeed",
+            "zero_stage3",
+            "--max_steps",
+            "2",
+            "--check_isolation",
+            "True",
+            *sharing(2, "ring"),
+            *NOT_SAVING,
+        ),
+    ),
     # One run on three ways to share rows, which goes on from its checkpoints.
     ("zero2", ("--deepspeed", "zero_stage2", "--max_steps", "2", *sharing(2, "ring"), *SAVING)),
     ("zero2", ("--deepspeed", "zero_stage2", "--max_steps", "4", *sharing(1), *SAVING)),
@@ -226,6 +238,10 @@ def test_held_out_losses_are_those_of_unshared_rows(runs):
     assert expected["eval_samples"] == found["eval_samples"] == 6
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE), name
+
+
+def test_isolation_is_checked_on_shared_rows(runs):
+    assert (runs / "log.txt").read_text().count("isolation: changing one sample of a pack leaves") == 1
 
 
 def test_processes_that_do_not_make_whole_groups_are_refused(runs):
