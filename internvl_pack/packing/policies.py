@@ -29,7 +29,7 @@ MORE_TILES = 8  # than wanted: what a search looks at where tokens bind
 TRIES = 5  # subsets that are looked at for the one of the best cost
 EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
 FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
-LESS = 0.15  # of the token budget: what is left empty at most so that a pack is not too dear
+LESS = 0.03  # of the token budget: what is left empty at most so that a pack is not too dear
 GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
 
 
