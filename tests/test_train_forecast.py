@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factory import TINY, write_jsonl
@@ -13,6 +15,8 @@ from internvl_pack.config import PackingConfig
 from internvl_pack.dataset import PackedDataset
 from internvl_pack.plan import plan_epochs
 from train import finetune
+from train.arguments import DataTrainingArguments, ModelArguments
+from train.callbacks import RunOptions
 from train.forecast import Packing, forecast
 
 COUNT = 60
@@ -145,6 +149,28 @@ def test_every_metric_reaches_tensorboard_by_name(train, tmp_path, monkeypatch):
         assert [e.value for e in board.Scalars(f"train/{name}")] == pytest.approx(
             [e[name] for e in logged if name in e]
         )
+
+
+def test_a_wandb_run_knows_the_options_of_packing(demo_dir, monkeypatch):
+    seen = {}
+    run = SimpleNamespace(config=SimpleNamespace(update=lambda options, **_: seen.update(options)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    callback = RunOptions(
+        ModelArguments(model_name_or_path="m"),
+        DataTrainingArguments(meta_path=str(demo_dir / "meta.json"), max_packed_tokens=512),
+    )
+
+    def begin(report_to, is_world_process_zero=True):
+        state = SimpleNamespace(is_world_process_zero=is_world_process_zero)
+        callback.on_train_begin(SimpleNamespace(report_to=report_to), state, None)
+
+    begin([])
+    begin(["wandb"], False)
+    assert not seen
+    begin(["wandb"])
+    assert seen["model_name_or_path"] == "m" and seen["max_packed_tokens"] == 512 and "oversize" in seen
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    begin(["wandb"])
 
 
 def test_the_epoch_of_a_repeating_run_only_grows(train, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any
 
 from transformers import TrainerCallback
@@ -62,3 +63,21 @@ class IsolationCheck(TrainerCallback):
 
         check_isolation(self.trainer.model_wrapped, device=args.device)
         logger.info("isolation: changing one sample of a pack leaves the other's outputs as they were")
+
+
+class RunOptions(TrainerCallback):
+    """Adds the options that transformers does not know, those of data and packing, to the config of a wandb run.
+
+    Callbacks are called in the order of their adding, so that transformers' own has begun the run by then.
+    """
+
+    def __init__(self, *options: Any) -> None:
+        self.options = {field.name: getattr(group, field.name) for group in options for field in fields(group)}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if "wandb" not in args.report_to or not state.is_world_process_zero:
+            return
+        import wandb
+
+        if wandb.run is not None:  # None under WANDB_MODE=disabled or WANDB_DISABLED
+            wandb.run.config.update(self.options, allow_val_change=True)  # a run that goes on has some already

@@ -125,7 +125,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
-    from train.callbacks import Epochs, IsolationCheck, PackingReport
+    from train.callbacks import Epochs, IsolationCheck, PackingReport, RunOptions
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.ranks import Ranks
@@ -191,6 +191,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     trainer.add_callback(epochs)
     trainer.add_callback(FirstPacks(trainer))
     trainer.add_callback(PackingReport(trainer, data_args.log_freq))
+    trainer.add_callback(RunOptions(model_args, data_args))
     if args.log_sample_ids:
         trainer.add_callback(SampleLog(trainer, args.output_dir))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
