@@ -44,11 +44,12 @@ from benchmarks.gpu_check import Table, versions
 from internvl_pack.collate import PackRow, Segment, packed_collate_fn, padded_collate_fn
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
-from internvl_pack.model.compiled import compile_blocks
+from internvl_pack.model.compiled import RECOMPUTE, compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.model.tile_attention import SDPA, use_tile_attention
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 
@@ -209,6 +210,7 @@ class Way:
     compiled: bool = False
     checkpointing: bool = False
     attention: str = ""
+    tiles: str = SDPA  # attention in the vision tower
 
 
 def transformers_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
@@ -228,7 +230,7 @@ def packed_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def set_up(core: PackedModel, way: Way) -> Iterator[None]:
-    core.model.set_attn_implementation({"text_config": way.attention})
+    core.model.set_attn_implementation({"text_config": way.attention, "vision_config": way.tiles})
     if way.checkpointing:
         core.gradient_checkpointing_enable()
     core.is_compiled = way.compiled
@@ -443,7 +445,10 @@ def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], s
         n: make_batches(make_packs(samples, n, tiles), core, pixels, padded=False) for n, tiles in budgets.items()
     }
     kernel = kernels[0]
-    ours = {k: KERNELS[k].implementation for k in kernels}
+    ours = {
+        k: {"attention": KERNELS[k].implementation, "tiles": use_tile_attention(core.model, KERNELS[k])}
+        for k in kernels
+    }
     own, theirs = (lambda batch: packed_step(core, batch)), (lambda batch: transformers_step(core, batch))
     low, middle, high = (f"{n}/{tiles}" for n, tiles in budgets.items())
     ways = []
@@ -453,27 +458,27 @@ def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], s
     if "reference" in args.ways:
         ways.append(Way(f"{low} reference", batches[tokens[0]], theirs, attention=register_reference(kernel)))
     if "given" in args.ways:
-        ways.append(Way(f"{low} given, {kernel}", batches[tokens[0]], own, attention=ours[kernel]))
-        ways.append(Way(f"{middle} given, {kernel}", batches[tokens[1]], own, attention=ours[kernel]))
+        ways.append(Way(f"{low} given, {kernel}", batches[tokens[0]], own, **ours[kernel]))
+        ways.append(Way(f"{middle} given, {kernel}", batches[tokens[1]], own, **ours[kernel]))
     if "compiled" in args.ways:
         for k in kernels:
             ways.append(
-                Way(f"{middle} compiled, {k}", batches[tokens[1]], own, compiled=True, attention=ours[k])
+                Way(f"{middle} compiled, {k}", batches[tokens[1]], own, compiled=True, **ours[k])
             )  # fmt: skip
         full = full_rows(core, pixels, tokens[1], budgets[tokens[1]], samples)
         best = kernels[-1]
         ways.append(
-            Way(f"{middle} compiled, {best}, full rows", full, own, compiled=True, attention=ours[best])
+            Way(f"{middle} compiled, {best}, full rows", full, own, compiled=True, **ours[best])
         )  # fmt: skip
     if "checkpointed" in args.ways:
         ways.append(
             Way(f"{high} given, {kernel}, checkpointing", batches[tokens[2]], own, checkpointing=True,
-                attention=ours[kernel])
+                **ours[kernel])
         )  # fmt: skip
         if "compiled" in args.ways:
             ways.append(
                 Way(f"{high} compiled, {kernels[-1]}, checkpointing", batches[tokens[2]], own, compiled=True,
-                    checkpointing=True, attention=ours[kernels[-1]])
+                    checkpointing=True, **ours[kernels[-1]])
             )  # fmt: skip
     return ways
 
@@ -488,7 +493,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=131_072, help="of the samples drawn, about")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", default=None, help="of torch.compile")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="language", help="as --compile_recompute")
     parser.add_argument("--breaks", action="store_true", help="call attention between compiled graphs")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no_language", action="store_true", help="leave out the language model alone")
@@ -511,7 +516,7 @@ def main() -> int:
             register_packed_attention(kernel, device, dtype)
         core = make_model(shape, device, kernels[0], dtype)
         if "compiled" in args.ways:
-            compile_blocks(core, **({"backend": "aot_eager"} if small else {"mode": args.mode}))
+            compile_blocks(core, recompute=args.recompute, backend="aot_eager" if small else "inductor")
         samples = draw_samples(args.tokens // (16 if small else 1), 16384, 48, args.seed, 16 if small else 1)
         print(
             f"\n{shape}: {core.num_parameters() / 1e6:,.0f} M parameters; {len(samples)} samples, "
@@ -520,7 +525,7 @@ def main() -> int:
         )
         ways = make_ways(core, args, kernels, samples)
         for way in [w for w in ways if w.compiled and not w.checkpointing][:-1]:
-            plain = Way("", way.batches, way.step, attention=way.attention)
+            plain = Way("", way.batches, way.step, attention=way.attention, tiles=way.tiles)
             try:
                 compare(core, plain, way, device)
             except torch.OutOfMemoryError:

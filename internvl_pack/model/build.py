@@ -17,12 +17,15 @@ from ..errors import UserError
 from .attention import register_packed_attention
 from .compiled import compile_blocks, is_zero3
 from .drop_path import add_drop_path
+from .families import check_attention
 from .head import DEFAULT_CHUNK_TOKENS
+from .kernels import select_kernel
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
 from .original import MODEL_TYPE, VISION_TYPE
 from .original_files import load_original, load_original_vision, local_folder
 from .packed import PackedModel
 from .parts import vision_layers
+from .tile_attention import use_tile_attention
 from .tokenizers import image_token_id
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ def build_model(
     loss_chunk: int = DEFAULT_CHUNK_TOKENS,
     vision_micro_tiles: int | None = None,
     compile: bool = False,
+    compile_recompute: str = "language",
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
     freeze_llm: bool = False,
@@ -68,6 +72,7 @@ def build_model(
         loss_chunk: labelled tokens whose logits exist at once.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
         compile: the layers of both towers through torch.compile (compiled.py).
+        compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
         force_image_size, down_sample_ratio: what the data is made for; checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
@@ -84,6 +89,7 @@ def build_model(
     else:
         raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
     check_fit(model.config, tokenizer, force_image_size, down_sample_ratio)
+    use_tile_attention(model, select_kernel(attn_kernel, device, compute_dtype or dtype))
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
     check_vision_micro_tiles(packed)
     if drop_path_rate:
@@ -102,7 +108,7 @@ def build_model(
     if grad_checkpoint:
         packed.gradient_checkpointing_enable()
     if compile:
-        compile_blocks(packed)
+        compile_blocks(packed, recompute=compile_recompute)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed
@@ -180,6 +186,11 @@ def _join(
 def _from_pretrained(
     model_class: Any, path: str | Path, option: str, implementation: str | dict[str, str], dtype: torch.dtype
 ) -> PreTrainedModel:
+    family = _model_type(path, option)
+    try:
+        check_attention(family)
+    except UserError as error:
+        raise UserError(f"--{option} {path}: {error}") from error
     try:
         return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
     except OSError as error:

@@ -44,6 +44,25 @@ STATEFUL = frozenset(
         "zamba2",
     }
 )
+# Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
+OWN_ATTENTION = frozenset(
+    {
+        "big_bird",
+        "bloom",
+        "cpmant",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "mpt",
+        "openai-gpt",
+        "reformer",
+        "rembert",
+        "roformer",
+        "xglm",
+        "xlm",
+        "xlnet",
+    }
+)
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MULTI_TOKEN_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_layer_types")
 # Rotary scalings whose tables depend on the longest position of the row, so on a segment's neighbours.
@@ -75,6 +94,19 @@ def logit_scale(text_config: Any) -> float:
     return 1.0
 
 
+def check_attention(family: str | None) -> None:
+    """Refuse by name a family whose attention cannot be exchanged, before its checkpoint is loaded.
+
+    Raises:
+        UserError: it computes attention itself.
+    """
+    if family in OWN_ATTENTION:
+        raise UserError(
+            f"language model {family!r} computes attention itself, not through transformers' attention interface: packed "
+            "samples would leak into each other; use a model that does (Qwen2, Qwen3, Llama)"
+        )
+
+
 def check_family(text_config: Any) -> bool:
     """Refuse by name what cannot be packed.
 
@@ -82,9 +114,10 @@ def check_family(text_config: Any) -> bool:
         whether the family is known; an unknown one needs the isolation self-check.
 
     Raises:
-        UserError: layers with a state along the row, or a multi-token prediction head.
+        UserError: attention of its own, layers with a state along the row, or a multi-token prediction head.
     """
     family = text_config.model_type
+    check_attention(family)
     layers = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if family in STATEFUL or layers & {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"}:
         kinds = f" ({', '.join(sorted(layers))})" if layers else ""

@@ -10,6 +10,7 @@ peak of a training step is here, when everything else waits for its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from ..loss import IGNORE_INDEX
 
 DEFAULT_CHUNK_TOKENS = 1024  # 0.3 GB of bfloat16 logits at a vocabulary of 151,674
 WEIGHT_ROWS = 32768  # of the head's gradient that are made at once where several chunks are summed
+ALIGNMENT = (
+    64  # logits a row in memory: tensor cores are not used for a row length of 151,674, or at a third of the speed
+)
 
 
 def shift_targets(
@@ -103,7 +107,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, weights, chunk_tokens, loss_kernel, with_gradient):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        chunk_tokens: int,
+        loss_kernel: LossKernel,
+        with_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
@@ -113,31 +127,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if trains_hidden else None
         grad_weight = _Sum(weight) if trains_weight else None
-        grad_bias = _Sum(bias) if trains_bias else None
+        grad_bias = _Sum(bias) if trains_bias and bias is not None else None
         with torch.autocast(device_type, enabled=False):
             w = weight.to(dtype)
             b = None if bias is None else bias.to(dtype)
             for start in range(0, len(hidden), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 h = hidden[rows].to(dtype)
-                logits = F.linear(h, w, b)
+                logits = logits_of(h, w, b)
                 if not with_gradient:
                     losses[rows] = F.cross_entropy(logits.float(), targets[rows], reduction="none")
                     continue
                 losses[rows], grad = loss_kernel(logits, targets[rows], weights[rows], grad_dtype)
                 del logits
-                if trains_hidden:
-                    grad_hidden[rows] = grad @ w.to(grad_dtype)
-                if trains_weight:
+                if grad_hidden is not None:
+                    grad_hidden[rows] = gradient_of_input(grad, w.to(grad_dtype))
+                if grad_weight is not None:
                     grad_weight.add_product(grad, h.to(grad_dtype))
-                if trains_bias:
+                if grad_bias is not None:
                     grad_bias.add(grad.sum(0, dtype=torch.float32))
         ctx.gradients = [grad_hidden, grad_weight and grad_weight.total(), grad_bias and grad_bias.total()]
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
     @staticmethod
-    def backward(ctx, upstream, _):
+    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the head's gradients are used up: a second backward pass needs a second forward pass")
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: a copy would be a second head's weight
@@ -145,6 +159,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if g is not None:
                 g.mul_(upstream)
         return (*gradients, None, None, None, None, None)
+
+
+def vocabulary_pieces(width: int) -> list[slice]:
+    """The vocabulary as its aligned part and the rest.
+
+    A product over all of 151,674 columns runs on kernels for unaligned memory, at a third of the speed. In two
+    pieces, with rows of logits that start aligned, nearly all of it runs on the fast ones; nothing is padded.
+    """
+    aligned = width - width % ALIGNMENT
+    if aligned == width or aligned == 0:
+        return [slice(0, width)]
+    return [slice(0, aligned), slice(aligned, width)]
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (C, H) @ weight (V, H).T + bias, without autograd; rows (C, V) lie a multiple of ALIGNMENT apart in memory."""
+    width = len(weight)
+    out = x.new_empty((len(x), width + -width % ALIGNMENT))[:, :width]
+    for piece in vocabulary_pieces(width):
+        if bias is None:
+            torch.mm(x, weight[piece].t(), out=out[:, piece])
+        else:
+            torch.addmm(bias[piece], x, weight[piece].t(), out=out[:, piece])
+    return out
+
+
+def gradient_of_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad (C, V) @ weight (V, H), without autograd."""
+    first, *rest = vocabulary_pieces(len(weight))
+    total = grad[:, first] @ weight[first]
+    for piece in rest:
+        total.addmm_(grad[:, piece], weight[piece])
+    return total
 
 
 class _Sum:

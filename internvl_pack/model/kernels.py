@@ -59,6 +59,9 @@ class Kernel:
             is called between two graphs instead. forward gives (out, logsumexp of the scores as float32
             (Hq, N)); backward(upstream, q, k, v, out, logsumexp, cu_seqlens, max_seqlen, scale, window)
             gives the gradients of q, k and v.
+        tiles_forward, tiles_backward: the same without causality or boundaries, for the vision tower
+            (tile_attention.py): tiles_forward(q, k, v, scale), each (T, P, H, D), and tiles_backward(upstream, q, k,
+            v, out, logsumexp, scale); None where SDPA is used there.
     """
 
     name: str
@@ -67,6 +70,8 @@ class Kernel:
     half_only: bool
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    tiles_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    tiles_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def implementation(self) -> str:
@@ -363,6 +368,29 @@ def fa4_backward(
     return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, **row)[:3]
 
 
+def fa4_tiles_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=False, return_lse=True)
+    return out, lse
+
+
+def fa4_tiles_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, causal=False)[:3]
+
+
 def _fa4_row(cu_seqlens: torch.Tensor, max_seqlen: int, window: int | None) -> dict[str, Any]:
     limit = None if window is None or window >= max_seqlen else window
     return {
@@ -573,7 +601,16 @@ register_kernel(
     )
 )
 register_kernel(
-    Kernel(name="fa4", run=fa4, problem=_fa4_problem, half_only=True, forward=fa4_forward, backward=fa4_backward)
+    Kernel(
+        name="fa4",
+        run=fa4,
+        problem=_fa4_problem,
+        half_only=True,
+        forward=fa4_forward,
+        backward=fa4_backward,
+        tiles_forward=fa4_tiles_forward,
+        tiles_backward=fa4_tiles_backward,
+    )
 )
 register_kernel(Kernel(name="fa3", run=fa3, problem=_fa3_problem, half_only=True))
 register_kernel(Kernel(name="flex", run=flex, problem=_flex_problem, half_only=False))
