@@ -299,14 +299,15 @@ def rank_efficiency(
     `make` gives packers without one: a lane builds the same packs either way, and the reservoir hands them out in
     another order. Each rank has a lane that draws its own reshuffled stream of the rows, again and again; the first
     WARM_UP packs are left out, and there is no end whose last packs would count. Where a pack holds so many samples
-    that a rank would read more than MAX_SAMPLES_A_RANK, fewer packs are compared, after a warm-up that is shorter
-    likewise.
+    that a rank would read more than MAX_SAMPLES_A_RANK, fewer packs are compared, with a warm-up and a reservoir that
+    are smaller likewise.
     """
     first = rows[0] if rows else Length(0, 0)
     if all(row[:2] == first[:2] for row in rows) and cutter.budget.fits(first.num_tokens, first.num_tiles):
         return 1.0, 1.0  # packs of one shape alone
     share = min(1.0, MAX_SAMPLES_A_RANK / ((WARM_UP + num_steps) * _samples_a_pack(rows, cutter.budget)))
     warm_up, num_steps = max(1, int(share * WARM_UP)), max(2, int(share * num_steps))
+    reservoir = min(reservoir, max(1, int(share * reservoir)))
     alone, sorted_out = [], []
     for rank in range(num_ranks):
         built = _costs(_endless(rows, cutter, random.Random(f"{seed} {rank}")), make(), cost)
