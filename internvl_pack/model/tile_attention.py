@@ -13,12 +13,15 @@ a compiler:
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .kernels import HALF, KERNELS, Kernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ SDPA = "sdpa"
 MAX_HEAD_SIZE = 128  # of FlashAttention 4's gradient on Hopper, and a multiple of 8
 
 
-def use_tile_attention(model: nn.Module, kernel: Kernel) -> str:
+def use_tile_attention(model: PreTrainedModel, kernel: Kernel) -> str:
     """Let the vision tower of `model`, if it has one, use `kernel` where that is made for tiles, SDPA otherwise.
 
     Returns:

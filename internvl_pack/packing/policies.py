@@ -259,6 +259,7 @@ def _less_full(
     least: float,
 ) -> list[int] | None:
     """The fullest subset below row `top` that is not too dear, or None where that would leave more than LESS empty."""
+    assert goal.target is not None, "a pack is too dear for a target only"
     tokens, _, squares = pack.waiting
     budget = pack.budget
     best = None
