@@ -102,8 +102,8 @@ def check_attention(family: str | None) -> None:
     """
     if family in OWN_ATTENTION:
         raise UserError(
-            f"language model {family!r} computes attention itself, not through transformers' attention interface: packed "
-            "samples would leak into each other; use a model that does (Qwen2, Qwen3, Llama)"
+            f"language model {family!r} computes attention itself, not through transformers' attention interface: "
+            "packed samples would leak into each other; use a model that does (Qwen2, Qwen3, Llama)"
         )
 
 
