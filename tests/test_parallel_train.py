@@ -27,6 +27,8 @@ PROCESSES = 4
 COUNT = 40
 TOLERANCE = 1e-5
 UNREADABLE = "made/7"  # on one rank of a group only
+pytestmark = pytest.mark.slow
+
 SHAPE = ("--force_image_size", "56", "--dynamic_image_size", "True", "--num_images_expected", "24")
 # A large epsilon: Adam's first steps are otherwise signs of gradients, which rounding may turn.
 STEPS = (
@@ -238,6 +240,13 @@ def test_held_out_losses_are_those_of_unshared_rows(runs):
     assert expected["eval_samples"] == found["eval_samples"] == 6
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE), name
+
+
+def test_the_log_says_how_rows_are_shared(runs):
+    log = (runs / "log.txt").read_text().splitlines()
+    assert log.count("sequence parallelism: 2 groups of 2 GPUs, ulysses") == 1, "zero1"
+    assert log.count("sequence parallelism: 2 groups of 2 GPUs, ring") == 2, "zero2 and zero3"
+    assert len([line for line in log if " optimizer steps on 4 ranks, 2 a row, " in line]) == 3
 
 
 def test_isolation_is_checked_on_shared_rows(runs):

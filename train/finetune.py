@@ -167,6 +167,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
             ranks.processes, ranks.sequence_parallel_size, args.sequence_parallel_mode, args.ddp_timeout_delta
         )
         enable_sequence_parallel(model, group)
+        logger.info("sequence parallelism: %d groups of %d GPUs, %s", group.dp_world, group.size, group.mode)
         loader.agreement = Agreement(group)
         if eval_loader is not None:
             eval_loader.agreement = loader.agreement

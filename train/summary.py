@@ -82,8 +82,10 @@ def lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
     """The summary as people read it at the end of a run."""
     speed = summary["tokens_per_s"]
     way = f"packed ({summary['packing']})" if summary["packed"] else "padded"
+    shared = summary["sequence_parallel_size"]
+    ranks = f"{summary['ranks']} ranks" + (f", {shared} a row" if shared > 1 else "")
     return [
-        f"{summary['steps']} optimizer steps on {summary['ranks']} ranks, {way}, {summary['packs']:,} rows of "
+        f"{summary['steps']} optimizer steps on {ranks}, {way}, {summary['packs']:,} rows of "
         f"{summary['samples_per_pack']:.1f} samples, token fill {summary['token_fill']:.1%}, "
         f"tile fill {summary['tile_fill']:.1%}" + (f", {speed:,.0f} useful tokens/s" if speed else ""),
         *ledger.lines(),
