@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import UserError
 from .packing.budget import Budget
@@ -11,6 +12,9 @@ from .packing.split import OVERSIZE, split
 from .records import Fragment, Record
 from .sources import DatasetSpec, Source
 from .sources.mixture import Mixture, MixturePart
+
+if TYPE_CHECKING:
+    from .encode.sample import Encoder
 
 ON_ERROR = ("skip", "stop")
 
@@ -142,3 +146,20 @@ def auto_lanes(num_positions: int, num_ranks: int = 1, num_workers: int = 0, pac
         lanes *= 2
     readers = num_ranks * max(1, num_workers) * packs_per_batch
     return -(-lanes // readers) * readers
+
+
+def check_budget(config: PackingConfig, encoder: Encoder) -> None:
+    """Raises UserError, naming the option, where not even one tile fits into a row."""
+    needed = encoder.config.tokens_per_tile + 2
+    if config.max_packed_tokens < needed:
+        raise UserError(
+            f"max_packed_tokens {config.max_packed_tokens} is smaller than one tile with its borders: "
+            f"raise it to {needed} tokens or more"
+        )
+    if config.max_seq_length is not None and config.max_seq_length < needed:
+        raise UserError(
+            f"max_seq_length {config.max_seq_length} is smaller than one tile with its borders: "
+            f"raise it to {needed} tokens or more, or leave it out"
+        )
+    if config.num_images_expected < 1:
+        raise UserError(f"num_images_expected is {config.num_images_expected}: give at least 1 tile")

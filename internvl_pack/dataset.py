@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .collate import PackRow
-from .config import PackingConfig, auto_lanes
+from .config import PackingConfig, auto_lanes, check_budget
 from .encode.sample import Encoder
 from .errors import UserError
 from .lanes import Topology
@@ -254,15 +254,3 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
                 f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} "
                 f"now: set it back, or pass resume_ignore_options to go on with an order that differs"
             )
-
-
-def check_budget(config: PackingConfig, encoder: Encoder) -> None:
-    """Raises UserError where not even one tile fits into a row."""
-    needed = encoder.config.tokens_per_tile + 2
-    if config.num_images_expected and config.max_packed_tokens < needed:
-        raise UserError(
-            f"max_packed_tokens {config.max_packed_tokens} is smaller than one tile with its borders: "
-            f"raise it to {needed} tokens or more"
-        )
-    if config.num_images_expected < 1:
-        raise UserError(f"num_images_expected is {config.num_images_expected}: give at least 1 tile")

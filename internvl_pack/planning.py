@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import PackingConfig, auto_lanes
+from .config import PackingConfig, auto_lanes, check_budget
 from .errors import SampleError, UserError, costs_one_sample
 from .packing.bounds import LowerBounds
 from .packing.cost import CostModel
@@ -81,6 +81,7 @@ def plan_preset(
         raise UserError(f"--epochs {epochs}: give at least 1")
     if policy is not None and policy not in OFFLINE_POLICIES:
         raise UserError(f"packing_policy {policy!r} is unknown: use one of {', '.join(OFFLINE_POLICIES)}")
+    check_budget(config, encoder)
     follow = follow or _use_up
     parts = config.parts(specs, sources)
     positions = sum(mixture_counts(parts, use_data_resampling=config.use_data_resampling))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from .config import PackingConfig
+from .config import PackingConfig, check_budget
 from .encode.sample import Encoder
 from .errors import SampleError, UserError, costs_one_sample
 from .sources import DatasetSpec, Source
@@ -108,6 +108,7 @@ class Checker:
         self.config = config or PackingConfig()
         self.decode = decode
         self._budget = self.config.budget()
+        check_budget(self.config, encoder)
 
     def damage(self) -> list[BadSample]:
         """What is broken and belongs to no row, of all datasets."""

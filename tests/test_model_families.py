@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from internvl_pack.errors import UserError
 from internvl_pack.in_batch import in_batch_collate_fn
 from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.build import _from_pretrained
+from internvl_pack.model.families import check_family
 from internvl_pack.model.packed import PackedModel
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -58,6 +61,15 @@ def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(family, setting
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for name, p in model.named_parameters():
         assert (p.grad - gradients[name]).norm() <= 1e-5 * gradients[name].norm() + 1e-7, name
+
+
+def test_families_with_attention_of_their_own_are_refused_before_they_are_loaded(tmp_path):
+    for option in ("model_name_or_path", "llm_path"):
+        (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+        with pytest.raises(UserError, match=f"--{option} .*'bloom' computes attention itself"):
+            _from_pretrained(None, tmp_path, option, "internvl_pack_sdpa", torch.float32)
+    with pytest.raises(UserError, match="'falcon' computes attention itself"):
+        check_family(SimpleNamespace(model_type="falcon"))
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ def test_rows_of_a_preset_are_shown(tmp_path, tokenizer, tokenizer_dir):
         (["--out", "/nowhere/p.html"], "there is no folder /nowhere"),
         (["--pad_seq_to_mult", "0"], "--pad_seq_to_mult 0"),
         (["--max_packed_tokens", "100"], "max_packed_tokens 100 is smaller than one tile"),
+        (["--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
         (["--on"], None),
     ],
 )

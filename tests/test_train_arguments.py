@@ -165,6 +165,7 @@ WITH_A_MODEL = [
     (["--force_image_size", "448"], "--force_image_size 448"),
     (["--force_image_size", "60"], "--force_image_size 60"),
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
+    (["--use_packed_ds", "True", "--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
     (["--num_images_expected", "0"], "num_images_expected is 0"),
     (["--num_lanes", "3", "--per_device_train_batch_size", "2"], "num_lanes 3 is not divisible"),
     (["--num_lanes", "0"], "num_lanes is 0: give at least 1"),

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..dataset import check_budget
+    from ..config import check_budget
     from ..report.stats import gather
     from ..sources.mixture import mixture_counts
 
