@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import re
 from dataclasses import MISSING, fields
@@ -128,3 +129,30 @@ def test_links_to_headings_lead_to_one(page):
         titles = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.M)
         anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
         assert heading in anchors, f"{target}#{heading}"
+
+
+def messages_of_the_code() -> list[str]:
+    """Every string of the programs, … where something is filled in."""
+    found = []
+    for path in (p for folder in ("internvl_pack", "train") for p in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sd]|%\.\d+f", "…", node.value))
+    for path in (ROOT / "shell").glob("*.sh"):
+        found += [re.sub(r"\$\{[^}]*\}|\$\w+", "…", line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return found
+
+
+def test_messages_that_are_explained_exist():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^`([^`]+)`", text, re.M)
+    code = messages_of_the_code()
+    assert len(explained) > 30
+    gone = []
+    for message in explained:
+        parts = [part.strip() for part in message.split("…") if len(part.strip()) > 3]
+        if not any(all(part in line for part in parts) for line in code):
+            gone.append(message)
+    assert gone == []
