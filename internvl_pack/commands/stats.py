@@ -113,28 +113,17 @@ def _show(r: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ..report.rows import datasets_of, of_dataset, of_policy
+
     # A file or pipe gets whole lines: rich would cut them at 80 columns.
     console = Console(width=None if os.isatty(1) else 200)
     if r["tokenizer"] is None:
         console.print(Text(f"No --tokenizer: {STAND_IN}."))
     budget = r["budget"]
-    every = {
-        "name": "all",
-        "rows": sum(d["rows"] for d in r["datasets"]),
-        "samples_an_epoch": sum(d["samples_an_epoch"] for d in r["datasets"]),
-        "share_of_tokens": 1.0,
-    } | {key: r[key] for key in ("reasons", "tokens", "tiles", "supervised_share")}
-    datasets = [*r["datasets"], *([every] if len(r["datasets"]) > 1 else [])]
-    table = _table("dataset", "samples", "bad", "an epoch", "trained tokens", "of all tokens")
+    datasets = datasets_of(r)
+    table = _table("dataset", *of_dataset(datasets[0]))
     for d in datasets:
-        table.add_row(
-            Text(d["name"]),
-            f"{d['rows']:,}",
-            f"{sum(d['reasons'].values()):,}",
-            f"{d['samples_an_epoch']:,}",
-            f"{d['supervised_share']:.1%}",
-            f"{d['share_of_tokens']:.1%}",
-        )
+        table.add_row(Text(d["name"]), *of_dataset(d).values())
     console.print(table)
     names = ("mean", "p5", "p50", "p95", "p99", "max")
     table = _table("a sample", "", *names)
@@ -159,22 +148,13 @@ def _show(r: dict[str, Any]) -> None:
         for reason, count in r["reasons"].items():
             table.add_row(reason, f"{count:,}", Text("\n".join(r["examples"][reason])))
         console.print(table)
-    table = _table("policy", "packs", "over bound", "tokens full", "tiles full", "a pack", "split", "steps")
+    shown = ("policy", "packs", "over bound", "tokens full", "tiles full", "a pack", "split", "steps")
+    table = _table(*shown)
     table.columns[0].no_wrap = True
     for name, p in r["packing"].items():
+        fields = of_policy(name, p, "~")
         chosen = name == budget["packing_policy"]
-        about = "" if p["exact"] else "~"
-        table.add_row(
-            "one a row" if name == "single" else name,
-            f"{about}{p['packs']:,}",
-            f"{p['packs_over_bound']:.4f}",
-            f"{p['token_fill']:.1%}",
-            f"{p['tile_fill']:.1%}",
-            f"{p['segments_a_pack']:.1f}",
-            f"{about}{p['split']:,}",
-            f"{about}{p['steps']:,}",
-            style="bold" if chosen else None,
-        )
+        table.add_row(*(fields[heading] for heading in shown), style="bold" if chosen else None)
     console.print(table)
     p, pad = r["packing"][budget["packing_policy"]], r["padding"]
     refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..errors import UserError
 from .page import document, figures, table, text
-from .stats import FILL_BINS, PADDED_BATCHES, DatasetStats, Prediction, Stats
+from .rows import datasets_of, of_dataset, of_policy
+from .stats import FILL_BINS, PADDED_BATCHES, Prediction, Stats
 
 MAX_DATASETS = 6
 """Datasets with a colour of their own: the largest; the rest share one."""
@@ -88,7 +89,7 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
         pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
         (folder / f"{name}.png").write_bytes(pictures[name]["light"])
     page = folder / PAGE
-    page.write_text(_page(stats, result, pictures, options), encoding="utf-8")
+    page.write_text(_page(result, pictures, options), encoding="utf-8")
     return page
 
 
@@ -382,9 +383,7 @@ PLOTS = {"lengths": _lengths, "tokens_tiles": _tokens_tiles, "fill": _fill, "pad
 # -- the page ------------------------------------------------------------------------------------------
 
 
-def _page(
-    stats: Stats, r: dict[str, Any], pictures: dict[str, dict[str, bytes]], options: Sequence[tuple[str, str]]
-) -> str:
+def _page(r: dict[str, Any], pictures: dict[str, dict[str, bytes]], options: Sequence[tuple[str, str]]) -> str:
     budget, chosen = r["budget"], r["packing"][r["budget"]["packing_policy"]]
     tokenizer = r["tokenizer"] or "none given, a small one built from the data: token counts differ from the model's"
     about = "" if chosen["exact"] else "about "
@@ -422,38 +421,32 @@ def _page(
             f'srcset="data:image/png;base64,{dark}"><img alt="{text(_CAPTIONS[name])}" width="1120" height="720" '
             f'src="data:image/png;base64,{light}"></picture><figcaption>{text(_CAPTIONS[name])}</figcaption></figure>'
         )
-    body += ["</section>", "<h2>Datasets</h2>", _datasets(stats, r), "<h2>A sample's share of a row</h2>", _shares(r)]
+    body += ["</section>", "<h2>Datasets</h2>", _datasets(r), "<h2>A sample's share of a row</h2>", _shares(r)]
     body += ["<h2>Packing an epoch</h2>", _policies(r)]
     if r["reasons"]:
         body += ["<h2>Bad samples</h2>", _reasons(r)]
     return document(f"Data of {r['meta']}", "\n".join(body), styles=["stats.css"])
 
 
-def _datasets(stats: Stats, r: dict[str, Any]) -> str:
+def _datasets(r: dict[str, Any]) -> str:
     header = ["dataset", "samples", "bad", "an epoch", "mean tokens", "p50", "p95", "max"]
     header += ["mean tiles", "p95", "max", "trained", "of all tokens"]
-    rows = [_dataset_row(d) for d in r["datasets"]]
-    if len(rows) > 1:
-        every: DatasetStats = stats.all
-        total = {"name": "all", "rows": every.rows, "samples_an_epoch": every.positions, "share_of_tokens": 1.0}
-        rows.append(_dataset_row(total | {k: r[k] for k in ("reasons", "tokens", "tiles", "supervised_share")}))
+    rows = [_dataset_row(d) for d in datasets_of(r)]
     strong = [len(rows) - 1] if len(rows) > 1 else []
     return f'<section class="card">{table(header, rows, label="datasets", strong=strong)}</section>'
 
 
 def _dataset_row(d: dict[str, Any]) -> list[str]:
     tokens, tiles = d["tokens"], d["tiles"]
+    samples, bad, an_epoch, *shares = of_dataset(d).values()
     return [
         _short(d["name"], 60),
-        f"{d['rows']:,}",
-        f"{sum(d['reasons'].values()):,}",
-        f"{d['samples_an_epoch']:,}",
+        *(samples, bad, an_epoch),
         f"{tokens['mean']:,.0f}",
         *(f"{tokens[name]:,}" for name in ("p50", "p95", "max")),
         f"{tiles['mean']:,.1f}",
         *(f"{tiles[name]:,}" for name in ("p95", "max")),
-        f"{d['supervised_share']:.1%}",
-        f"{d['share_of_tokens']:.1%}",
+        *shares,
     ]
 
 
@@ -467,27 +460,10 @@ def _shares(r: dict[str, Any]) -> str:
 
 
 def _policies(r: dict[str, Any]) -> str:
-    header = ["policy", "packs", "lower bound", "over bound", "tokens full", "tiles full", "samples a pack"]
-    header += ["split", "refused", "steps"]
-    rows, strong = [], []
-    for number, (name, p) in enumerate(r["packing"].items()):
-        about = "" if p["exact"] else "about "
-        rows.append(
-            [
-                "one a row" if name == "single" else name,
-                f"{about}{p['packs']:,}",
-                f"{p['lower_bound']:,}",
-                f"{p['packs_over_bound']:.4f}",
-                f"{p['token_fill']:.1%}",
-                f"{p['tile_fill']:.1%}",
-                f"{p['segments_a_pack']:.1f}",
-                f"{p['split']:,}",
-                ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items()) or "0",
-                f"{about}{p['steps']:,}",
-            ]
-        )
-        if name == r["budget"]["packing_policy"]:
-            strong.append(number)
+    fields = [of_policy(name, p, "about ") for name, p in r["packing"].items()]
+    header = ["samples a pack" if heading == "a pack" else heading for heading in fields[0]]
+    strong = [list(r["packing"]).index(r["budget"]["packing_policy"])]
+    rows = [list(each.values()) for each in fields]
     return f'<section class="card">{table(header, rows, label="policies", strong=strong)}</section>'
 
 
