@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
