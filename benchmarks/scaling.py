@@ -27,6 +27,8 @@ from benchmarks.train_step import Sample, draw_samples, make_batches, make_model
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 
+EVERY_ROW = 10**12  # tokens; a lane looks many packs ahead, so all rows of the mix stand ready
+
 
 def lane_packs(samples: list[Sample], tokens: int, tiles: int, reservoir: int, count: int) -> list[list[Sample]]:
     """The first packs of a lane that go out while samples still come in."""
@@ -80,10 +82,10 @@ def main() -> int:
     pixels = torch.randint(256, (tiles, 3, size, size), dtype=torch.uint8)
     for reservoir in args.reservoir:
         count = args.steps + 2
-        samples = draw_samples((count + reservoir + 8) * tokens * (16 if small else 1), tokens * (16 if small else 1),
-                               tiles, seed=100 + rank, scale=16 if small else 1)  # fmt: skip
-        samples = [s for s in samples if s.num_tokens <= tokens]
-        packs = lane_packs(samples, tokens, tiles, reservoir, count)
+        scale = 16 if small else 1
+        samples = draw_samples(EVERY_ROW, tokens * scale, tiles, seed=100 + rank, scale=scale)
+        packs = lane_packs([s for s in samples if s.num_tokens <= tokens], tokens, tiles, reservoir, count)
+        assert len(packs) == count, "a rank with fewer packs would leave the others waiting"
         batches = make_batches(packs, core, pixels, padded=False)
         seconds, useful = [], []
         for step, batch in enumerate(islice(batches, count)):
