@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -85,9 +86,15 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
     """
     matplotlib()
     pictures = {}
-    for name, draw in PLOTS.items():
-        pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
-        (folder / f"{name}.png").write_bytes(pictures[name]["light"])
+    fonts = logging.getLogger("matplotlib.font_manager")
+    level = fonts.level
+    fonts.setLevel(logging.ERROR)  # it tells of every font of _OTHER_FONTS that has one weight only
+    try:
+        for name, draw in PLOTS.items():
+            pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
+            (folder / f"{name}.png").write_bytes(pictures[name]["light"])
+    finally:
+        fonts.setLevel(level)
     page = folder / PAGE
     page.write_text(_page(result, pictures, options), encoding="utf-8")
     return page
