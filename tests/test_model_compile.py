@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import check_vision_micro_tiles
 from internvl_pack.model.compiled import compile_blocks, compiled_modules
+from internvl_pack.model.drop_path import add_drop_path
 from internvl_pack.model.selfcheck import check_isolation
 
 
@@ -54,12 +55,15 @@ def test_packs_of_all_shapes_are_compiled_once(tokenizer, llm, checkpointing):
     assert compiled_by_then[1:] == compiled_by_then[:1] * (len(compiled_by_then) - 1)
 
 
-def test_layers_of_a_tower_share_their_compilation(tokenizer):
+@pytest.mark.parametrize("drop_path_rate", [0.0, 0.1])
+def test_layers_of_a_tower_share_their_compilation(tokenizer, drop_path_rate):
     counts = []
     for layers in (2, 5):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("eager")
-        packed = tiny_packed(tokenizer, num_layers=layers, num_vision_layers=layers)
+        packed = tiny_packed(tokenizer, num_layers=layers, num_vision_layers=layers).train()
+        if drop_path_rate:
+            add_drop_path(packed.vision_modules[0], drop_path_rate)
         compile_blocks(packed, backend=counter)
         packed(**packed_batch(mixed_segments(tokenizer))).loss.backward()
         counts.append(counter.frame_count)

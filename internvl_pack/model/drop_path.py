@@ -15,18 +15,24 @@ from .parts import vision_layers
 
 
 class DropPath(nn.Module):
-    """Zero whole tiles of (tiles, tokens, width) with `probability` in training; the rest is scaled up."""
+    """Zero whole tiles of (tiles, tokens, width) with `probability` in training; the rest is scaled up.
+
+    Every layer has another probability. As a tensor it is an input to the compiler, which would else compile each layer
+    anew, and give up after eight of them.
+    """
+
+    keep: torch.Tensor
 
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.probability = probability
+        self.register_buffer("keep", torch.tensor(1.0 - probability), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        if not self.training or not self.probability:
+        if not self.training:
             return values
-        keep = 1.0 - self.probability
-        kept = values.new_empty((values.shape[0],) + (1,) * (values.dim() - 1)).bernoulli_(keep)
-        return values * (kept / keep)
+        kept = torch.rand((values.shape[0],) + (1,) * (values.dim() - 1), device=values.device) < self.keep
+        return values * (kept / self.keep).to(values.dtype)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability:.4g}"
