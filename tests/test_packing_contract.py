@@ -463,3 +463,12 @@ def fewest_packs(sizes: list[tuple[int, int]], budget: Budget) -> int:
         return min(options)
 
     return search(sizes, [])
+
+
+def test_large_samples_find_short_ones_to_go_with():
+    """Half of the samples need a partner below half a pack: packs exactly full of short ones would leave them alone."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 4096) for _ in range(3000)]
+    packs = pack_all(items(*lengths), Budget(4096, 8))
+    greedy = pack_all(items(*lengths), Budget(4096, 8), policy="greedy")
+    assert len(packs) <= 1.005 * len(greedy)  # 1.023 where the oldest go first

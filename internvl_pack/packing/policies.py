@@ -30,6 +30,8 @@ TRIES = 5  # subsets that are looked at for the one of the best cost
 EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
 FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
 LESS = 0.03  # of the token budget: what is left empty at most so that a pack is not too dear
+LARGE = 0.6  # of the tokens that wait, in samples above half a pack: beyond it the largest go first
+SMALL = 0.1  # of the token budget: samples up to this length are left to the search even then
 GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
 
 
@@ -141,6 +143,9 @@ def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
 def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
     """The goal's anchor, older records by age while the pack is far from full, then an exact search.
 
+    Where much of what waits is large, the largest that fit come before the search instead of the oldest: exactly full
+    packs of short records would use up what the large ones need beside them.
+
     Among the subsets that fill the scarcer budget equally well, the one whose cost is nearest to the goal's is
     taken; where tokens bind, a last exchange of two records with the same tiles fills the gap that is left.
 
@@ -148,7 +153,9 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
     """
     pack = _Pack(waiting, budget)
     pack.put(goal.anchor)
-    if goal.tokens_by_age > 0:
+    if goal.tokens_bind and _much_is_large(waiting, budget):
+        _fill_by_size(pack)
+    elif goal.tokens_by_age > 0:
         _fill_by_age(pack, goal)
     _fill_by_search(pack, balance, goal)
     if goal.tokens_bind or goal.target is None:
@@ -185,6 +192,20 @@ def _fill_by_age(pack: _Pack, goal: Goal) -> None:
             pack.put(place)
             if pack.tokens >= 0.9 * goal.tokens_by_age or pack.tiles >= 0.9 * goal.tiles_by_age:
                 break
+
+
+def _much_is_large(waiting: Waiting, budget: Budget) -> bool:
+    large = sum(length for length in waiting.tokens if 2 * length > budget.max_tokens)
+    return large > LARGE * sum(waiting.tokens)
+
+
+def _fill_by_size(pack: _Pack) -> None:
+    tokens, least = pack.waiting.tokens, SMALL * pack.budget.max_tokens
+    for place in sorted(pack.rest(), key=lambda place: -tokens[place]):
+        if tokens[place] <= least:
+            break
+        if pack.fits(place):
+            pack.put(place)
 
 
 def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
