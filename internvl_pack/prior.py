@@ -39,7 +39,10 @@ def shares_a_prior(config: PackingConfig, num_lanes: int, specs: Sequence[Datase
 
 
 def _addresses(spec: DatasetSpec) -> Iterable[str]:
-    return [spec.root, spec.annotation or "", *(spec.shards or ())[:1]]
+    given = [spec.root, spec.annotation, *(spec.shards or ())[:1]]
+    for value in spec.options.values():  # a registered source may be given addresses by any name
+        given += value[:1] if isinstance(value, list) else [value]
+    return [address for address in given if isinstance(address, str)]
 
 
 def lanes_prior(

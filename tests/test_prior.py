@@ -163,7 +163,16 @@ def test_runs_that_gain_nothing_read_nothing_for_it(change):
 
 
 @pytest.mark.parametrize(
-    "far", [{"root": "s3://bucket/images"}, {"annotation": "https://host/a.jsonl"}, {"shards": ("https://h/0.tar",)}]
+    "far",
+    [
+        {"root": "s3://bucket/images"},
+        {"annotation": "https://host/a.jsonl"},
+        {"shards": ("https://h/0.tar",)},
+        {"source": "datasets", "options": {"path": "/data/rows", "root": "s3://bucket/images"}},
+        {"source": "mine", "options": {"count": 3, "parts": ["gs://bucket/0", "gs://bucket/1"]}},
+    ],
 )
 def test_data_far_away_is_not_read_ahead(far):
-    assert not shares_a_prior(CONFIG, 4, [DatasetSpec(name="near", root="/data"), DatasetSpec(name="far", **far)])
+    near = DatasetSpec(name="near", source="datasets", options={"path": "/data/rows", "count": 3, "parts": []})
+    assert shares_a_prior(CONFIG, 4, [near])
+    assert not shares_a_prior(CONFIG, 4, [near, DatasetSpec(name="far", **far)])
