@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,15 @@ class Together:
         return found
 
 
+def group_of(rank: int, size: int) -> SequenceGroup:
+    ranks = tuple(range(size))
+    return SequenceGroup(process_group=None, rank=rank, size=size, mode="ring", ranks=ranks, dp_rank=0, dp_world=1)
+
+
 def of_rank(rank: int, together: Together) -> Agreement:
     class Here(Agreement):
         def __init__(self) -> None:
-            ranks = tuple(range(together.size))
-            self.group = SequenceGroup(
-                process_group=None, rank=rank, size=together.size, mode="ring", ranks=ranks, dp_rank=0, dp_world=1
-            )
+            self.group = group_of(rank, together.size)
             self._told = False
 
         def _gather(self, value):
@@ -157,3 +160,11 @@ def test_processes_are_parted_into_neighbours_that_share_rows(size):
     assert [(r.data_rank, r.sequence_rank) for r in places] == [divmod(p, size) for p in range(8)]
     assert [r.data_rank for r in places if r.leads] == list(range(8 // size)), "one speaks for each"
     assert [r.is_first for r in places] == [True] + [False] * 7
+
+
+def test_ranks_wait_for_each_others_rows_as_long_as_the_run_says(monkeypatch):
+    made = []
+    monkeypatch.setattr("torch.distributed.new_group", lambda *given: made.append(given))
+    for timeout in (timedelta(hours=3), None):
+        Agreement(group_of(0, 2), timeout)
+    assert made == [([0, 1], timedelta(hours=3), "gloo"), ([0, 1], None, "gloo")]

@@ -168,7 +168,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         )
         enable_sequence_parallel(model, group)
         logger.info("sequence parallelism: %d groups of %d GPUs, %s", group.dp_world, group.size, group.mode)
-        loader.agreement = Agreement(group)
+        loader.agreement = Agreement(group, args.ddp_timeout_delta)
         if eval_loader is not None:
             eval_loader.agreement = loader.agreement
     saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path)

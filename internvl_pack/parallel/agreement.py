@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ class Agreement:
 
     Args:
         group: the ranks that share rows.
+        timeout: how long a rank waits for what the others read; None takes torch's own.
     """
 
-    def __init__(self, group: SequenceGroup) -> None:
+    def __init__(self, group: SequenceGroup, timeout: timedelta | None = None) -> None:
         self.group = group
         groups = group_ranks(group.dp_world * group.size, group.size)
-        self._cpu_group = [dist.new_group(list(ranks), backend="gloo") for ranks in groups][group.dp_rank]
+        self._cpu_group = [dist.new_group(list(ranks), timeout, "gloo") for ranks in groups][group.dp_rank]
         self._told = False
 
     def on(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
