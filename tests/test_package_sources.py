@@ -79,6 +79,7 @@ def test_pil_images_bytes_dicts_paths_and_datasets_give_the_same_batches(tokeniz
         "bytes": [{**row, "image": png(row["image"])} for row in plain],
         "dict": [{**row, "image": {"bytes": png(row["image"]), "path": None}} for row in plain],
         "path": [{**row, "image": f"{n}.png"} for n, row in enumerate(plain)],
+        "Path": [{**row, "image": tmp_path / f"{n}.png"} for n, row in enumerate(plain)],
         "list": [{"images": [row["image"]], "conversations": row["conversations"]} for row in plain],
         "datasets": datasets.Dataset.from_list(plain),
         "torch tensors": datasets.Dataset.from_list(plain).with_format("torch"),

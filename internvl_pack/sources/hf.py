@@ -3,7 +3,8 @@
     source = DatasetSource("charts", datasets.load_from_disk("charts"))
 
 A row holds `conversations` and, under `image` or `images`, nothing, one image or a list of them. An image is a PIL
-image, compressed bytes, {"bytes": ..., "path": ...} as the datasets library stores it, or a path below `root`.
+image, compressed bytes, {"bytes": ..., "path": ...} as the datasets library stores it, or a path (str or Path) below
+`root`.
 
 Columns of the datasets library's `Image` type are read without decoding. The look-ahead keeps no bytes: a reference
 names row and place and reads the row again. A process keeps the row that it read last, since a sample's images are
@@ -140,8 +141,8 @@ class DatasetSource(Source):
         image = self._images(self._record(row))[place]
         if isinstance(image, Mapping) and image.get("bytes") is None:
             image = image.get("path")
-        if isinstance(image, str):
-            return self._resolver(image)
+        if isinstance(image, (str, os.PathLike)):
+            return self._resolver(os.fspath(image))
         file = _file_of(image)
         return _RowImage(self, row, place) if file is None else FileRef(file)
 
