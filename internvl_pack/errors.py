@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,19 @@ class SampleError(ValueError):
         return type(self), (self.reason, self.detail)
 
 
+_traces: ContextVar[bool] = ContextVar("_traces", default=True)
+
+
+@contextmanager
+def without_traces() -> Iterator[None]:
+    """No traceback is logged inside: for a look ahead at samples that are read, and told of, again."""
+    token = _traces.set(False)
+    try:
+        yield
+    finally:
+        _traces.reset(token)
+
+
 @contextmanager
 def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
     """Whatever goes wrong inside is the trouble of the one sample that is read, encoded or decoded there.
@@ -69,7 +83,7 @@ def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
             reason = "out_of_memory"
         elif isinstance(error, OSError):
             reason = "unreadable"
-        else:
+        elif _traces.get():
             logger.warning("%s: a fault in reading one sample, which is left out", place, exc_info=True)
         text = " ".join(str(error).split())[:500].encode("utf-8", "backslashreplace").decode()
         raise SampleError(reason, f"{place}: {type(error).__name__}{': ' * bool(text)}{text}") from error

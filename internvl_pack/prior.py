@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .config import PackingConfig
-from .errors import SampleError
+from .errors import SampleError, without_traces
 from .packing.balance import PRIOR_SAMPLES, prior_figures
 from .packing.cost import CostModel
 from .packing.policies import BALANCED
@@ -65,4 +65,5 @@ def lanes_prior(
             for fragment in fragments:
                 yield fragment.num_tokens, fragment.num_tiles
 
-    return prior_figures(budget, cost, sizes())
+    with without_traces():
+        return prior_figures(budget, cost, sizes())

@@ -21,6 +21,7 @@ from internvl_pack.plan import plan_epochs
 from internvl_pack.planning import plan_preset
 from internvl_pack.prior import shares_a_prior
 from internvl_pack.sources import DatasetSpec, load_meta, open_source
+from internvl_pack.sources.hf import DatasetSource
 from internvl_pack.stream import plan_sample
 
 COUNT = 90
@@ -176,3 +177,14 @@ def test_data_far_away_is_not_read_ahead(far):
     near = DatasetSpec(name="near", source="datasets", options={"path": "/data/rows", "count": 3, "parts": []})
     assert shares_a_prior(CONFIG, 4, [near])
     assert not shares_a_prior(CONFIG, 4, [near, DatasetSpec(name="far", **far)])
+
+
+def test_a_fault_in_all_samples_is_told_by_the_lane_alone(tokenizer, caplog):
+    class Broken(list):
+        def __getitem__(self, row):
+            raise KeyError(row)
+
+    source = DatasetSource("broken", Broken(range(500)))
+    with pytest.raises(UserError, match="none of its first 32 samples can be used"):
+        next(iter(build_loader(PackedDataset([source], Encoder(tokenizer, TINY), CONFIG))))
+    assert len([record for record in caplog.records if record.exc_info]) == 32

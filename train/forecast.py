@@ -18,7 +18,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from internvl_pack.dataset import PackedDataset
-from internvl_pack.errors import SampleError
+from internvl_pack.errors import SampleError, without_traces
 from internvl_pack.packing.packer import LanePacker
 from internvl_pack.plan import EpochPlan
 from internvl_pack.records import Fragment
@@ -175,7 +175,8 @@ def _pack_some(dataset: PackedDataset) -> dict[str, float]:
             break
         sums["read"] += 1
         try:
-            _, fragments = plan_sample(dataset, mixture, position, budget)
+            with without_traces():
+                _, fragments = plan_sample(dataset, mixture, position, budget)
         except SampleError:
             continue
         sums["samples"] += 1
