@@ -173,8 +173,9 @@ def _short(name: str, limit: int = 28) -> str:
 
 
 def _thousands(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    axis.set_major_locator(MaxNLocator(integer=True))  # labels have no decimals: a tick at 2.5 would say 2
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
