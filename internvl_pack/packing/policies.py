@@ -88,6 +88,16 @@ class _Pack:
             and (limit is None or self.attention + tokens * tokens <= limit)
         )
 
+    def tokens_that_fit(self, places: list[int]) -> int | None:
+        """Tokens of these records together, or None where they exceed what is left; their tiles are not looked at."""
+        tokens, limit = self.waiting.tokens, self.budget.max_attention_cost
+        added = sum(map(tokens.__getitem__, places))
+        if self.tokens + added > self.budget.max_tokens:  # the search knows lengths by the row of its grid
+            return None
+        if limit is not None and self.attention + sum(tokens[p] ** 2 for p in places) > limit:
+            return None
+        return added
+
     def put(self, place: int) -> None:
         tokens = self.waiting.tokens[place]
         self.places.append(place)
@@ -237,12 +247,8 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
         if tries >= 4 * TRIES or (found and (row < top - slack if goal.tokens_bind else column < top)):
             break
         subset = [candidates[place] for place in sums.subset(row, column)]
-        added = sum(map(tokens.__getitem__, subset))
-        if added > room_tokens:
-            continue
-        if budget.max_attention_cost is not None and (
-            pack.attention + sum(tokens[p] ** 2 for p in subset) > budget.max_attention_cost
-        ):
+        added = pack.tokens_that_fit(subset)
+        if added is None:
             continue
         if goal.target is None:
             best = subset
@@ -261,7 +267,7 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
             break
     if goal.tokens_bind and goal.target is not None and over > goal.above:
         most = max(0, int(wanted)) + 1
-        cheaper = _less_full(pack, balance, goal, sums, candidates, room_tokens, top, most, goal.target + over)
+        cheaper = _less_full(pack, balance, goal, sums, candidates, top, most, goal.target + over)
         if cheaper is not None:
             best, pack.takes_tiles = cheaper, False
     for place in best:
@@ -274,23 +280,17 @@ def _less_full(
     goal: Goal,
     sums: SubsetSums,
     candidates: list[int],
-    room_tokens: int,
     top: int,
     most_tiles: int,
     least: float,
 ) -> list[int] | None:
     """The fullest subset below row `top` that is not too dear, or None where that would leave more than LESS empty."""
     assert goal.target is not None, "a pack is too dear for a target only"
-    tokens, _, squares = pack.waiting
-    budget = pack.budget
+    squares = pack.waiting.squares
     best = None
-    for row, column in sums.lower_rows(top, int(LESS * budget.max_tokens) // sums.step, most_tiles):
+    for row, column in sums.lower_rows(top, int(LESS * pack.budget.max_tokens) // sums.step, most_tiles):
         subset = [candidates[place] for place in sums.subset(row, column)]
-        if sum(map(tokens.__getitem__, subset)) > room_tokens:
-            continue
-        if budget.max_attention_cost is not None and (
-            pack.attention + sum(tokens[p] ** 2 for p in subset) > budget.max_attention_cost
-        ):
+        if pack.tokens_that_fit(subset) is None:
             continue
         secondary = pack.squares + sum(map(squares.__getitem__, subset)) + (pack.tiles + column) * balance.tile_cost
         if secondary < least:
