@@ -85,6 +85,19 @@ def test_a_compiled_layer_has_it_as_one_operation(tokenizer, stand_in):
         torch.testing.assert_close(two, one, rtol=2e-2, atol=2e-2)
 
 
+def test_under_autocast_normalised_queries_have_the_type_of_the_values(tokenizer, stand_in):
+    from transformers import AttentionInterface
+
+    packed = tiny_packed(tokenizer)
+    attention = AttentionInterface()[use_tile_attention(packed.model, stand_in)]
+    q, k = (torch.randn(2, 2, 17, 8) for _ in range(2))  # float32 norms give float32
+    v = torch.randn(2, 2, 17, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attention(None, q, k, v, None, scaling=0.3)
+        half = [t.transpose(1, 2).to(torch.bfloat16) for t in (q, k, v)]
+        assert torch.equal(out, attend_tiles(*half, 0.3, "stand_in")[0])
+
+
 def test_float32_and_heads_it_cannot_take_go_through_sdpa(tokenizer, stand_in):
     packed = tiny_packed(tokenizer)
     refuse = replace(stand_in, tiles_forward=lambda *a: pytest.fail("float32 is not for this kernel"))

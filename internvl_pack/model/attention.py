@@ -128,7 +128,7 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
             raise ValueError(f"cu_seq_lens describe one row, the batch has {query.shape[0]}")
         if dropout:
             raise ValueError(f"packed attention has no dropout, the config asks for {dropout}: set attention_dropout 0")
-        q, k, v = (t[0].transpose(0, 1) for t in _one_dtype(query, key, value))
+        q, k, v = (t[0].transpose(0, 1) for t in one_dtype(query, key, value))
         if sequence_group is not None:
             row = (cu_seq_lens_q, max_length_q, scaling, sliding_window, sequence_group)
             out = run_over_group(kernel, q, k, v, *row)
@@ -144,7 +144,7 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
     return packed_attention
 
 
-def _one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Under autocast with float32 weights, q/k norms give float32 q and k beside a half v: use autocast's type."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .attention import one_dtype
 from .kernels import HALF, KERNELS, Kernel
 
 if TYPE_CHECKING:
@@ -63,12 +64,13 @@ def _attention_function(kernel: str) -> Any:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        query, key, value = one_dtype(query, key, value)
         if attention_mask is not None or dropout or not {query.dtype, key.dtype, value.dtype} <= set(HALF):
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        q, k, v = (t.transpose(1, 2).to(value.dtype) for t in (query, key, value))
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return attend_tiles(q, k, v, scale, kernel)[0], None
 
     return tile_attention
