@@ -6,7 +6,8 @@
 
 Every rank trains its own lane of packs; a lane has as many samples whatever the number of ranks. With
 `--reservoir` of several values each is measured on the same engine: packs a lane holds back so that all ranks
-train packs of like cost at the same time. Efficiency is useful tokens/s/GPU over that of one rank.
+train packs of like cost at the same time. Efficiency is useful tokens/s/GPU over that of one rank. "Even" is mean over
+largest of the ranks' operations in a step (model/flops.py), averaged over steps: what is lost to the slowest at best.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import Sample, draw_samples, make_batches, make_model, to_device
+from internvl_pack.model.compiled import compile_blocks
+from internvl_pack.model.flops import flop_counts
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 
@@ -49,6 +52,8 @@ def main() -> int:
     parser.add_argument("--reservoir", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--budget", type=int, nargs=2, default=[8192, 40], metavar=("TOKENS", "TILES"))
     parser.add_argument("--steps", type=int, default=12, help="measured, after 2 to warm up")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--compile", action="store_true", help="not with stage 3")
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     small = args.device == "cpu"
@@ -66,7 +71,10 @@ def main() -> int:
         torch.cuda.set_device(device)
     deepspeed.init_distributed("gloo" if small else "nccl")
     dtype = torch.float32 if small else torch.bfloat16
-    core = make_model("tiny" if small else "1b", device, "auto", dtype)
+    core = make_model("tiny" if small else "1b", device, args.kernel, dtype)
+    if args.compile:
+        compile_blocks(core, backend="aot_eager" if small else "inductor")
+    counts = flop_counts(core.config)
     tokens, tiles = (512, 40) if small else args.budget
     config = {
         "train_batch_size": world,
@@ -87,7 +95,7 @@ def main() -> int:
         packs = lane_packs([s for s in samples if s.num_tokens <= tokens], tokens, tiles, reservoir, count)
         assert len(packs) == count, "a rank with fewer packs would leave the others waiting"
         batches = make_batches(packs, core, pixels, padded=False)
-        seconds, useful = [], []
+        seconds, useful, costs = [], [], []
         for step, batch in enumerate(islice(batches, count)):
             dist.barrier()
             if not small:
@@ -101,6 +109,11 @@ def main() -> int:
             if step >= 2:
                 seconds.append(time.perf_counter() - started)
                 useful.append(batch["num_real_tokens"])
+                costs.append(counts.of(batch))
+        everyones = [torch.zeros(len(costs), dtype=torch.float64, device=device) for _ in range(world)]
+        dist.all_gather(everyones, torch.tensor(costs, dtype=torch.float64, device=device))
+        by_rank = torch.stack(everyones)
+        even = (by_rank.mean(0) / by_rank.max(0).values).mean().item()
         own = torch.tensor([sum(seconds), float(sum(useful)), 0.0], dtype=torch.float64, device=device)
         slowest, total = own.clone(), own.clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -110,7 +123,8 @@ def main() -> int:
             print(
                 f"ZeRO-{args.stage}, {world} GPU{'s' * (world > 1)}, {tokens}/{tiles}, reservoir {reservoir:3d}: "
                 f"{total[1].item() / slowest[0].item() / world:,.0f} useful tokens/s/GPU, step "
-                f"{statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)}), peak {peak:.1f} GB",
+                f"{statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)}), even {even:.3f}, "
+                f"peak {peak:.1f} GB",
                 flush=True,
             )
     dist.barrier()

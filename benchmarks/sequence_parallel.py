@@ -431,7 +431,9 @@ def run(args: argparse.Namespace, kernel: str, world: int, device: torch.device,
         core.gradient_checkpointing_enable()
     if args.compile:
         compile_blocks(core, **({"backend": "eager"} if small else {}))
-    groups: dict[tuple[str, int], SequenceGroup | None] = {("-", 1): None}
+    groups: dict[tuple[str, int], SequenceGroup | None] = {}
+    if 1 in args.sizes or args.check:  # what the others are held against
+        groups["-", 1] = None
     text = core.config.get_text_config()
     for size in sorted(set(args.sizes) - {1}):
         for mode in args.modes:

@@ -106,8 +106,9 @@ def packed_collate_fn(
             within segments, of tokens that count, and end before N; `max_seqlen` is of the padded ones.
         cu_seqlens_static: int32 (pad_cu_seqlens_to,), with that option only: where the segments lie in the row, the
             last boundary N repeated. Empty segments: for kernels that allow them, which `cu_seqlens` never asks.
-        pixel_values: uint8 (T, 3, image_size, image_size); image_offsets: int32 (images+1,);
-        segment_tile_offsets: int32 (S+1,).
+        pixel_values: uint8 (T, 3, image_size, image_size), in memory as the segments' tiles are: those that are decoded
+            here have a pixel's colours together, torch.channels_last.
+        image_offsets: int32 (images+1,); segment_tile_offsets: int32 (S+1,).
         sample_ids: list of S strings; `<pad>` and `<filler>` mark segments that are no sample.
         fragments: list of S (index, count) pairs.
         num_samples, num_segments, num_tokens (N), num_real_tokens, num_tiles, num_loss_tokens, num_packs:
@@ -310,7 +311,8 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     position = first.__array_interface__["data"][0]
     for part in parts:
         start = part.__array_interface__["data"][0]
-        if part.base is None or part.base is not first.base or start != position or not part.flags.c_contiguous:
+        one_after_the_other = part.strides == first.strides and part.nbytes == len(part) * part.strides[0]
+        if part.base is None or part.base is not first.base or start != position or not one_after_the_other:
             return np.concatenate(parts)
         position += part.nbytes
     return np.lib.stride_tricks.as_strided(first, (sum(map(len, parts)), *first.shape[1:]), first.strides)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .buffers import TileBuffers
 from .collate import PackRow, Segment
+from .encode.images import tiles_over
 from .encode.sample import Encoded
 from .errors import SampleError, UserError, costs_one_sample
 from .loss import IGNORE_INDEX
@@ -164,7 +165,7 @@ class LaneStream:
     def _with_pixels(self, pack: list[Fragment]) -> list[Segment]:
         """The pack's fragments, decoded into one array, so that collating need not copy a tile."""
         size = self.dataset.encoder.config.image_size
-        tiles = _buffers.take((sum(f.num_tiles for f in pack), 3, size, size))
+        tiles = tiles_over(_buffers.take((sum(f.num_tiles for f in pack), size, size, 3)))
         segments, used = [], 0
         for fragment in pack:
             segment = self._materialise(fragment, tiles[used : used + fragment.num_tiles])

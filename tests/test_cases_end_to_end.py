@@ -444,10 +444,12 @@ def test_each_neighbour_keeps_its_own_pixels(tmp_path, tokenizer):
     assert seen > 40
 
 
-def test_tiles_of_one_pack_are_joined_without_a_copy():
-    pack = np.arange(48, dtype=np.uint8).reshape(6, 2, 2, 2)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2)], ids=["colours apart", "colours together"])
+def test_tiles_of_one_pack_are_joined_without_a_copy(order):
+    pack = np.arange(48, dtype=np.uint8).reshape(6, 2, 2, 2).transpose(order)
     whole = collate._joined([pack[1:3], pack[3:4], pack[4:6]])
     assert np.array_equal(whole, pack[1:]) and np.shares_memory(whole, pack)
+    assert whole.strides == pack.strides
     other = pack[:1].copy()
     for parts in ([pack[:2], pack[3:]], [pack[2:], pack[:2]], [other, pack], [pack[:1], other], [pack[1:], pack[:1]]):
         joined = collate._joined(parts)

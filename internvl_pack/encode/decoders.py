@@ -180,18 +180,27 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     return b"".join(kept) if stripped else data
 
 
-def _ends_black(image: PillowImage) -> bool:
-    """Whether nothing is in the last row that a decoder writes. Of an interlaced picture that is the last odd one."""
-    top = max(0, image.height - 2)
-    rows = (_rows(image, row, row + 1) for row in range(top, image.height))
-    return any(row.getbbox(alpha_only=False) is None for row in rows)
+def _mark_last_rows(image: PillowImage) -> bytes:
+    """Give an image that is to be decoded its memory, with a pattern in its last rows. Returns such a row's bytes."""
+    from PIL import Image
+
+    blank = Image.new(image.mode, image.size, None)
+    stripes = bytes(range(1, 256)) * (8 * image.width // 255 + 1)  # no mode takes more than 8 bytes a pixel
+    num_bytes = len(Image.new(image.mode, (image.width, 1)).tobytes())
+    mark = Image.frombytes(image.mode, (image.width, 1), stripes[:num_bytes])
+    for row in _last_rows(image):
+        blank.paste(mark, (0, row))
+    image.im = blank.im
+    return mark.tobytes()
+
+
+def _last_rows(image: PillowImage) -> range:
+    """Of an interlaced picture the last row that a decoder writes is the last odd one."""
+    return range(max(0, image.height - 2), image.height)
 
 
 def _png_has_all_rows(data: bytes) -> bool:
-    """Inflate the pixel data and count. Pillow takes a stream that ends well but early for a picture, the rest black.
-
-    Costs as much as decoding, so that it is asked only where the end is black.
-    """
+    """Inflate the pixel data and count. Costs as much as decoding: asked only where a last row was not written."""
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(data[25], 1)
     passes = [(0, 0, 1, 1)]
@@ -258,8 +267,11 @@ def _lenient_pillow() -> Iterator[None]:
 def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> np.ndarray:
     with _lenient_pillow() if allow_truncated else nullcontext(), quiet(pillow_name):
         image = open_by_pillow(pillow_name, data)
+        # Pillow takes a PNG stream that ends well but early for a picture, with the rest as it was before.
+        mark = _mark_last_rows(image) if pillow_name == "PNG" and not allow_truncated else None
         image.load()
-    if pillow_name == "PNG" and not allow_truncated and _ends_black(image) and not _png_has_all_rows(data):
+    unwritten = mark is not None and any(_rows(image, row, row + 1).tobytes() == mark for row in _last_rows(image))
+    if unwritten and not _png_has_all_rows(data):
         raise SampleError("image_truncated", "its pixel data ends before the picture does")
     return _to_rgb(image)
 

@@ -76,13 +76,13 @@ def decode_tiles(
         grid: as planned from the header.
         image_size: pixels along a tile's edge.
         size: upright (width, height) that was planned with; a file that has changed since is refused.
-        out: (grid.num_tiles, 3, image_size, image_size) uint8, contiguous, to write into.
+        out: (grid.num_tiles, 3, image_size, image_size) uint8 to write into, fastest as `tiles_over` lays it.
 
     Returns `out`, or a new array of that shape. Raises SampleError.
     """
     pixels, header, scale = _decode(ref, grid, image_size, rules, size)
     if out is None:
-        out = np.empty((grid.num_tiles, 3, image_size, image_size), dtype=np.uint8)
+        out = empty_tiles(grid.num_tiles, image_size)
     cut_tiles(pixels, grid, out, header.orientation, (header.width / scale, header.height / scale))
     return out
 
@@ -124,7 +124,7 @@ def cut_tiles(
     Args:
         pixels: (height, width, 3) uint8, as stored.
         grid: of the upright picture.
-        out: (grid.num_tiles, 3, edge, edge) uint8, contiguous.
+        out: (grid.num_tiles, 3, edge, edge) uint8.
         orientation: EXIF orientation of `pixels`, 1 to 8. Turning comes last: there is less to turn.
         size: (width, height) of the picture in pixels of `pixels`, where its last column and row are partial.
     """
@@ -140,6 +140,20 @@ def cut_tiles(
         _fill(image, 1, 1, tiles[count:], orientation, size)
 
 
+def empty_tiles(count: int, edge: int) -> np.ndarray:
+    """(count, 3, edge, edge) uint8 with anything in it, the colours of a pixel together in memory."""
+    return tiles_over(np.empty((count, edge, edge, 3), dtype=np.uint8))
+
+
+def tiles_over(pixels: np.ndarray) -> np.ndarray:
+    """(n, edge, edge, 3) seen as tiles, (n, 3, edge, edge): the order of memory that torch calls channels_last.
+
+    It is what decoders and the resize give, so that cutting copies runs of bytes; to take the colours apart takes
+    longer than all else that is done to a tile, and a device does it in passing, as it normalises.
+    """
+    return pixels.transpose(0, 3, 1, 2)
+
+
 def _fill(
     image: torch.Tensor,
     columns: int,
@@ -151,30 +165,11 @@ def _fill(
     """The whole picture as `columns` x `rows` tiles, (columns * rows, 3, edge, edge)."""
     edge = tiles.shape[-1]
     height, width = rows * edge, columns * edge
-    tiles = tiles.view(rows, columns, 3, edge, edge)
-    if orientation == 1 and 4 * image.shape[2] <= 3 * height and edge % 4 == 0:
-        tall = _tall_planes(_resize(image, image.shape[2], width, size), height, columns, size)
-        tiles.copy_(tall.view(columns, 3, rows, edge, edge).permute(2, 0, 1, 3, 4))
-        return
     if orientation >= 5:
         height, width = width, height
-    cells = _turn(_resize(image, height, width, size), orientation)
-    tiles.copy_(cells.reshape(3, rows, edge, columns, edge).permute(1, 3, 0, 2, 4))
-
-
-def _tall_planes(wide: torch.Tensor, height: int, columns: int, size: tuple[float, float] | None) -> torch.Tensor:
-    """(3, h, width) uint8, colours together, to `height` and apart: (columns, 3, height, edge).
-
-    The same as to resize at once, which goes along rows first and then along columns, and rounds in between. But
-    taking colours apart is slow, and here there are fewer rows to do it with. Along columns it does not matter what
-    bytes mean: four neighbours are called a pixel, since torch is fast with four colours.
-    """
-    _, low, width = wide.shape
-    edge = width // columns
-    planes = wide.view(3, low, columns, edge).permute(2, 0, 1, 3).contiguous()
-    fours = planes.view(columns * 3, low, edge // 4, 4).permute(0, 3, 1, 2)
-    tall = _interpolated(fours, height, edge // 4, None if size is None else (edge // 4, size[1]))
-    return tall.permute(0, 2, 3, 1).contiguous().view(columns, 3, height, edge)
+    picture = _turn(_resize(image, height, width, size), orientation)
+    cells = picture.permute(1, 2, 0).unflatten(0, (rows, edge)).unflatten(2, (columns, edge))
+    tiles.permute(0, 2, 3, 1).unflatten(0, (rows, columns)).copy_(cells.transpose(1, 2))
 
 
 def _resize(image: torch.Tensor, height: int, width: int, size: tuple[float, float] | None) -> torch.Tensor:

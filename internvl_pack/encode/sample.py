@@ -15,7 +15,7 @@ import numpy as np
 from internvl_pack.encode.augment import recompress
 from internvl_pack.encode.chat import Part, make_template, single_token
 from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
-from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, image_size_of
+from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, empty_tiles, image_size_of
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
 from internvl_pack.encode.video import (
@@ -291,15 +291,14 @@ class Encoder:
         """Tiles [tile_start, tile_stop) of a sample, (tiles, 3, image_size, image_size) uint8 RGB.
 
         Both ends must lie at borders of images. `epoch` matters to the data_augment option only. They are written into
-        `out`, a contiguous array of that shape, where one is given.
+        `out`, an array of that shape, where one is given; see images.tiles_over for the order of memory.
         Raises SampleError for an image that cannot be decoded.
         """
         size = self.config.image_size
         if tile_stop is None:
             tile_stop = encoded.record.num_tiles
-        shape = (tile_stop - tile_start, 3, size, size)
-        tiles = np.empty(shape, dtype=np.uint8) if out is None else out
-        assert tiles.shape == shape and tiles.dtype == np.uint8 and tiles.flags.c_contiguous
+        tiles = empty_tiles(tile_stop - tile_start, size) if out is None else out
+        assert tiles.shape == (tile_stop - tile_start, 3, size, size) and tiles.dtype == np.uint8
         sample_id = encoded.record.sample_id
         frames: list[PlannedFrame] = []
         first = 0

@@ -28,7 +28,8 @@ def normalize_tiles(tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tiles.dtype != torch.uint8:
         raise ValueError(f"pixel_values must be uint8 tiles (or normalised floats), is {tiles.dtype}")
     mean, std = _statistics(tiles.device)
-    return tiles.float().div_(255.0).sub_(mean).div_(std).to(dtype)
+    apart = tiles.to(torch.float32, memory_format=torch.contiguous_format)  # loaders keep a pixel's colours together
+    return apart.div_(255.0).sub_(mean).div_(std).to(dtype)
 
 
 @functools.cache
