@@ -72,8 +72,6 @@ def compile_blocks(
     if recompute not in RECOMPUTE:
         raise UserError(f"--compile_recompute {recompute}: choose from {', '.join(RECOMPUTE)}")
     blocks = compiled_modules(packed)
-    if backend == "inductor":
-        backend = with_sums_together(backend)
     keep_less = with_memory_budget(backend, BELOW_ALL)
     decoder = {type(layer) for layer in decoder_layers(packed.language_model)}
     compiled = {}
@@ -120,28 +118,10 @@ class CompiledForward:
 
 def with_memory_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
     """A torch.compile backend under an activation memory budget, which PyTorch has as a global setting only."""
-    return _with_settings(backend, torch._functorch.config, {"activation_memory_budget": budget})
-
-
-def with_sums_together(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """Inductor, adding up along a token and over tokens in one pass over memory.
-
-    Gradients of norms, biases and layer scales are sums over tokens, beside a norm's own sums along each token. By
-    itself it does both at once only where it knows that there are many tokens, and here their number is a symbol.
-    """
-    import torch._inductor.config as inductor
-
-    if not hasattr(inductor.triton, "mix_order_reduction_non_strict_mode"):  # came with torch 2.11
-        return backend
-    return _with_settings(backend, inductor, {"triton.mix_order_reduction_non_strict_mode": True})
-
-
-def _with_settings(backend: str | Callable[..., Any], config: Any, settings: dict[str, Any]) -> Callable[..., Any]:
-    """A torch.compile backend that compiles under settings of one of PyTorch's config modules."""
     inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
     def compile_graph(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with config.patch(settings):
+        with torch._functorch.config.patch(activation_memory_budget=budget):
             return inner(graph, example_inputs)
 
     return compile_graph
