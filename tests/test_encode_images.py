@@ -573,6 +573,7 @@ def test_tiles_are_torchs_resize_of_the_whole_in_any_order_of_memory(height, wid
     for tiles in (empty_tiles(grid.num_tiles, edge), np.empty((grid.num_tiles, 3, edge, edge), dtype=np.uint8)):
         cut_tiles(pixels, grid, tiles)
         assert np.array_equal(tiles[:12], expected)
+        assert np.array_equal(tiles[12], torch.nn.functional.interpolate(image, (edge, edge), **options)[0].numpy())
 
 
 @pytest.mark.parametrize("mode, white", [("1", 1), ("L", 255), ("LA", (255, 255)), ("RGBA", (0, 0, 0, 0)), ("I;16", 0)])
@@ -590,3 +591,63 @@ def test_a_png_stream_that_ends_early_is_told_from_one_that_ends_blank(mode, whi
         chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
         with pytest.raises(SampleError, match=r"image_truncated|image_corrupt"):
             tiles_of(data[:start] + chunk + data[stop:])
+
+
+def test_opaque_and_transparent_bands_of_one_picture_are_told_apart():
+    """Bands are converted on their own; a picture higher than one has all three kinds of them."""
+    pixels = np.full((1300, 700, 4), (200, 100, 50, 255), dtype=np.uint8)
+    pixels[400:800, :, 3] = 0
+    pixels[800:, :, 3] = 128
+    found = rgb_of(file_of(Image.fromarray(pixels), "PNG"))
+    assert np.array_equal(found[:400], np.full((400, 700, 3), (200, 100, 50)))
+    assert (found[400:800] == 255).all()
+    assert np.abs(found[800:].astype(int) - np.array([227, 177, 152])).max() <= 1
+
+
+@pytest.mark.parametrize("interlaced", [0, 1])
+@pytest.mark.parametrize("kind, colours", [(2, 3), (0, 1), (6, 4)])
+@pytest.mark.parametrize("missing", [1, 200, 399])
+def test_a_png_whose_pixel_data_ends_well_but_early_is_cut(interlaced, kind, colours, missing):
+    """The stream and all checksums are whole, rows are not there: Pillow would leave them black."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    def rows(left: int, top: int, across: int, down: int) -> list[bytes]:
+        columns, lines = -(-(400 - left) // across), -(-(400 - top) // down)
+        return [b"\0" + b"\x80" * (columns * colours)] * lines
+
+    passes = [(0, 0, 1, 1)]
+    if interlaced:
+        passes = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+    lines = [row for one in passes for row in rows(*one)]
+
+    def png(lines: list[bytes]) -> bytes:
+        header = struct.pack(">IIBBBBB", 400, 400, 8, kind, 0, 0, interlaced)
+        body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines))) + chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + body
+
+    assert reason_of(png(lines)) is None
+    assert reason_of(png(lines[:-missing])) in {"image_truncated", "image_corrupt"}
+    assert reason_of(png(lines[:-missing]), ImageRules(allow_truncated_images=True)) is None
+
+
+def test_a_black_picture_is_no_cut_one():
+    for image in (Image.new("RGB", (300, 200)), Image.new("RGBA", (300, 200)), Image.new("1", (301, 200))):
+        assert reason_of(file_of(image, "PNG")) is None
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"\0\0\0\x18ftypheic" + bytes(99), "HEIC"),
+        (b"\xff\x0a" + bytes(99), "JPEG XL"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"Not Found", "text: 'Not Found'"),
+        (b"\x1f\x8b" + bytes(99), "gzip"),
+        (b"\0\0\0\x18ftypisom" + bytes(99), "video"),
+    ],
+)
+def test_what_is_taken_for_an_image_is_told(data, words):
+    with pytest.raises(SampleError, match=f"image_not_an_image: .*{words}"):
+        tiles_of(data)
