@@ -9,5 +9,6 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$(count_gpus)" -eq 0 ]; then export DS_ACCELERATOR=cpu; fi
 
-# Tests of one file share what they set up, so a file stays on one worker. "$@" comes last, so -n 0 undoes it.
-exec "$PY" -m pytest -n 2 --dist loadfile "$@"
+# Tests of one file share what they set up, so a file stays on one worker; files begin in the order of tests/conftest.py.
+# "$@" comes last, so -n 0 undoes it.
+exec "$PY" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

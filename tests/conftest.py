@@ -16,6 +16,16 @@ DEMO = ROOT / "shell" / "data" / "demo"
 SHARED = ROOT.parent / "shared"
 
 
+#: Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
+LONGEST = ("train_resume", "model_compile", "dataset", "train_stop", "in_batch", "train_deepspeed", "parallel_core")
+LONGEST += ("train_evaluation", "model_lora", "docs_examples", "scenarios", "preset", "shell_launchers", "model_zero3")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 @pytest.fixture(autouse=True)
 def logs_reach_the_tests():
     """`finetune` takes the logs for itself; a test after it in the same process wants to see them again."""
