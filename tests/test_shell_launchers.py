@@ -91,6 +91,7 @@ def test_a_slurm_job_is_requeued_when_the_signal_before_its_time_limit_stopped_i
     deadline = time.monotonic() + 60
     while not (tmp_path / "srun.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(0.5)  # bash is on its way into `wait`: what comes right then it handles when the command has ended
     run.send_signal(number)
     assert run.wait(timeout=20) == 75
     calls = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
