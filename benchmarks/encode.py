@@ -81,7 +81,7 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
 
     from internvl_pack.encode.decoders import decode_rgb
     from internvl_pack.encode.headers import read_header
-    from internvl_pack.encode.images import cut_tiles, decode_tiles, image_size_of
+    from internvl_pack.encode.images import cut_tiles, decode_tiles, empty_tiles, image_size_of
     from internvl_pack.encode.tiles import plan_grid
 
     torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
     grid = plan_grid(*size, max_tiles=max_tiles)
     header = read_header(path, data, lambda: data, 1 << 40)
     target = (grid.columns * 448, grid.rows * 448)
-    out = np.empty((grid.num_tiles, 3, 448, 448), dtype=np.uint8)
+    out = empty_tiles(grid.num_tiles, 448)
     pixels, scale = decode_rgb(path, data, header, target)
     stored = (header.width / scale, header.height / scale)
 

@@ -7,7 +7,7 @@
                 float32 tensor and normalise a tile
     bare        read, decode and resize the same images to the grid and the thumbnail of each, and copy the tiles out
                 into an array of their own: the loader's decoders, torch's antialiased bicubic, plain code around them
-    own tiles   the same by the loader's own function, whose way to tiles is shorter
+    own tiles   the same by the loader's own function, which leaves the colours of a pixel together, as they come
     no tiles    bare with the resized pictures dropped: no tile is written
 
 They take turns pack by pack: the loader makes a pack, the others do the same samples. What counts is processor time
