@@ -41,6 +41,19 @@ class SampleError(ValueError):
         return type(self), (self.reason, self.detail)
 
 
+def without_place(detail: str, source: str) -> str:
+    """An error's detail without the place that it begins with, where `source`, told beside it, is that place.
+
+    `source` may be the longer path to it: details of planned packs name paths below the meta file's folder.
+    """
+    place, colon, rest = detail.partition(": ")
+    return rest if colon and (source == place or source.endswith("/" + place)) else detail
+
+
+class FarAwayError(Exception):
+    """Data would have to be fetched from a server where only what is near may be read; see `refs.only_near`."""
+
+
 _traces: ContextVar[bool] = ContextVar("_traces", default=True)
 
 
@@ -63,8 +76,8 @@ def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
     (OSError) or `unexpected_error`, whose traceback is logged. A fault that is in all samples stops the run all the
     same, since none of the first ones loads, or by `max_bad_fraction`.
 
-    Passed on are UserError, ImportError (something is not installed), errors of the machine (MACHINE_ERRORS), and what
-    is no `Exception`: KeyboardInterrupt, SystemExit.
+    Passed on are UserError, ImportError (something is not installed), FarAwayError, errors of the machine
+    (MACHINE_ERRORS), and what is no `Exception`: KeyboardInterrupt, SystemExit.
 
     Args:
         where: what was read, for the message: a file and line, an image. Called when there is a fault, if it must be
@@ -72,7 +85,7 @@ def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (SampleError, UserError, ImportError):
+    except (SampleError, UserError, ImportError, FarAwayError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:

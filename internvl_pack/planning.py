@@ -42,7 +42,7 @@ from .preset import (
     plan_settings,
     write_json,
 )
-from .prior import lanes_prior, shares_a_prior
+from .prior import has_images_by_address, lanes_prior, shares_a_prior
 from .records import Fragment, Record
 from .scan import Scanner, ScanTable, arrow_schema, parallel, parquet, prepare_folder, scan, write_table
 from .sources import DatasetSpec, Source
@@ -105,6 +105,7 @@ def plan_preset(
     follow("measuring", rows, scan(scanner, measured, work / "scan", num_workers=num_workers))
     assert config.num_lanes is not None
     prior = policy is None and shares_a_prior(config, config.num_lanes, specs)
+    prior = prior and not has_images_by_address(sources, config.mixture(parts, 0))
     planner = Planner(ScanTable(work / "scan", len(sources)), parts, sources, config, policy, prior)
     every = {**settings, **facts, "epochs": epochs, "on_error": config.on_error}
     follow("planning", positions * epochs, plan(planner, every, work / "plan", epochs=epochs, num_workers=num_workers))
@@ -136,7 +137,7 @@ class Planner:
         ids: the sources, or anything with `sample_id(row)`, one a dataset.
         config: the run's options, num_lanes resolved.
         policy: one of OFFLINE_POLICIES, or None for the run's streaming packer.
-        has_prior: whether lanes begin with figures in common, `shares_a_prior` of the run.
+        has_prior: whether lanes of the run begin with figures in common, see prior.py.
     """
 
     table: Lengths

@@ -10,16 +10,22 @@ the lane they belong to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .config import PackingConfig
-from .errors import SampleError, without_traces
+from .encode.conversation import image_names_of
+from .encode.video import video_of
+from .errors import FarAwayError, SampleError, costs_one_sample, without_traces
 from .packing.balance import PRIOR_SAMPLES, prior_figures
 from .packing.cost import CostModel
 from .packing.policies import BALANCED
 from .records import Fragment
-from .sources import DatasetSpec
-from .sources.refs import is_remote
+from .sources import DatasetSpec, Source
+from .sources.mixture import Mixture
+from .sources.refs import is_remote, only_near
+
+logger = logging.getLogger(__name__)
 
 
 def shares_a_prior(config: PackingConfig, num_lanes: int, specs: Sequence[DatasetSpec]) -> bool:
@@ -27,7 +33,8 @@ def shares_a_prior(config: PackingConfig, num_lanes: int, specs: Sequence[Datase
 
     Not a lane that is alone, nor a policy that looks at none. Not in the order of the files, whose first samples stand
     for themselves only. And not over data far away, where each lane finds out for itself: thousands of requests before
-    the first step would be dearer than packs that differ a little more.
+    the first step would be dearer than packs that differ a little more. (Of images that only records name,
+    `lanes_prior` finds that out.)
     """
     return (
         num_lanes > 1
@@ -48,7 +55,7 @@ def _addresses(spec: DatasetSpec) -> Iterable[str]:
 def lanes_prior(
     config: PackingConfig, cost: CostModel, num_positions: int, fragments_at: Callable[[int], Sequence[Fragment]]
 ) -> dict[str, int] | None:
-    """The figures, or None where no sample can be used.
+    """The figures, or None where no sample can be used, or an image of one is an address: no server is asked.
 
     Args:
         num_positions: of epoch 0.
@@ -65,5 +72,28 @@ def lanes_prior(
             for fragment in fragments:
                 yield fragment.num_tokens, fragment.num_tiles
 
-    with without_traces():
-        return prior_figures(budget, cost, sizes())
+    try:
+        with without_traces(), only_near():
+            return prior_figures(budget, cost, sizes())
+    except FarAwayError as error:
+        logger.info("lanes begin each for itself: %s is one of the epoch's first %d samples'", error, PRIOR_SAMPLES)
+        return None
+
+
+def has_images_by_address(sources: Sequence[Source], mixture: Mixture) -> bool:
+    """Whether `lanes_prior` gives None for images far away, as told from the records alone.
+
+    For planning, which has measured all samples, whatever it took, and begins as training does.
+    """
+    for position in range(min(PRIOR_SAMPLES, len(mixture))):
+        which, row = mixture.locate(position)
+        try:
+            with without_traces(), costs_one_sample(""):
+                raw = sources[which].read(row)
+                video = video_of(raw.data)
+                names = [video[0]] if video is not None else image_names_of(raw.data)
+                if any(is_remote(raw.resolve(name).name) for name in names):
+                    return True
+        except SampleError:
+            continue
+    return False

@@ -18,7 +18,9 @@ from factory import TINY, write_jsonl, write_meta, write_shards
 
 from internvl_pack import Encoder, PackedDataset, PackingConfig, SampleError, UserError, build_loader
 from internvl_pack.cli import main
+from internvl_pack.plan import plan_epochs
 from internvl_pack.sources import load_meta, open_source, remote
+from internvl_pack.sources.refs import SliceRef, Stamp
 from internvl_pack.sources.remote import RemoteError, RemoteRef, copy_of, fetch
 from internvl_pack.validate import Checker, validate
 
@@ -300,6 +302,30 @@ def test_a_shard_that_left_the_folder_is_read_by_ranges(tmp_path, folder, server
     assert source.read(3).own_id == "s3", "of the first shard, which made room for the second"
     assert server.requests.total() > first
     assert server.requests["GET /made-0000.tar"] > 1 and server.sent < 200_000
+
+
+def test_epochs_of_shards_that_were_copied_are_counted_and_those_of_images_far_away_are_not(
+    tmp_path, folder, server, tokenizer
+):
+    config = PackingConfig(num_lanes=2)
+    for kind, counted in (("shards", True), ("jsonl", False)):
+        here, there = remote_meta(tmp_path, folder, server, kind)
+        near, far = (PackedDataset.from_meta(meta, tokenizer, config, encode=TINY) for meta in (here, there))
+        before = server.requests.total()
+        plan = plan_epochs(far, 1)
+        assert plan.exact == counted == (server.requests.total() == before)
+        assert not counted or plan == plan_epochs(near, 1)
+
+
+def test_a_part_of_a_shard_that_cannot_be_fetched_names_its_address_once(monkeypatch):
+    def gone(address, *_, **__):
+        raise RemoteError(address, "the server answered 403 Forbidden")
+
+    monkeypatch.setattr(remote, "fetch", gone)
+    ref = SliceRef("https://far.example/0.tar", 0, 9, Stamp(99, 0), "1.png")
+    with pytest.raises(SampleError) as error:
+        ref.read()
+    assert error.value.detail == "'https://far.example/0.tar:1.png': the server answered 403 Forbidden"
 
 
 def test_images_that_cannot_be_fetched_cost_their_sample(tmp_path, folder, server, tokenizer):

@@ -118,8 +118,10 @@ class Packing:
         )
 
 
-def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping[str, Any] | None = None) -> Packing:
-    """The packs of the first epoch.
+def forecast(
+    dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping[str, Any] | None = None
+) -> Packing | None:
+    """The packs of the first epoch; None where no sample could be read in time.
 
     Args:
         plan: the epochs' lengths, where they are known; taken from there where they were counted.
@@ -140,6 +142,8 @@ def forecast(dataset: PackedDataset, plan: EpochPlan | None, statistics: Mapping
     if plan is not None and plan.contents is not None:
         return packing(packs=plan.packs[0], **plan.contents._asdict(), exact=True)
     seen = _pack_some(dataset)
+    if not seen["samples"]:
+        return None
     good = seen["samples"] / max(1, seen["read"]) * dataset.num_positions
     scale = good / max(1, seen["samples"])
     if seen["full_packs"]:
@@ -171,7 +175,7 @@ def _pack_some(dataset: PackedDataset) -> dict[str, float]:
     number, deadline = len(mixture), time.monotonic() + SECONDS
     positions = range(number) if number <= SAMPLES else [int(i * GOLDEN % 1.0 * number) for i in range(SAMPLES)]
     for position in dict.fromkeys(positions):
-        if time.monotonic() > deadline and sums["samples"]:
+        if time.monotonic() > deadline and sums["read"]:
             break
         sums["read"] += 1
         try:

@@ -23,7 +23,7 @@ import numpy as np
 from ..config import PackingConfig
 from ..errors import SampleError, UserError
 from ..planning import Planner, _LaneReader
-from ..prior import shares_a_prior
+from ..prior import has_images_by_address, shares_a_prior
 from ..records import Record
 from ..scan import REFUSED, parallel
 from ..sources import DatasetSpec, Source
@@ -416,6 +416,7 @@ class Packer:
         )
         measurer = self.table.measurer
         prior = shares_a_prior(config, config.num_lanes or 1, measurer.specs)
+        prior = prior and not has_images_by_address(measurer.sources, config.mixture(self.parts, 0))
         self._planners[policy] = Planner(self.table, self.parts, measurer.sources, config, has_prior=prior)
         return self._planners[policy]
 

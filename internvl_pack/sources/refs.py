@@ -14,10 +14,13 @@ import re
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
-from ..errors import MACHINE_ERRORS, SampleError, UserError
+from ..errors import MACHINE_ERRORS, FarAwayError, SampleError, UserError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -62,6 +65,30 @@ class ImageRef(Protocol):
 def is_remote(address: str) -> bool:
     """Whether an address is a URL such as `s3://...` or `https://...` rather than a path."""
     return _SCHEME.match(address) is not None
+
+
+_only_near: ContextVar[bool] = ContextVar("_only_near", default=False)
+
+
+@contextmanager
+def only_near() -> Iterator[None]:
+    """No server is asked inside: what would ask one raises FarAwayError instead.
+
+    For a look ahead at many samples, which must not take minutes before the first step. An image by address counts as
+    far even where it is kept (`INTERNVL_PACK_CACHE`), so that what follows does not depend on what was fetched before;
+    annotation files and shards by address were copied when they were opened, and are near while their copy is there.
+    """
+    token = _only_near.set(True)
+    try:
+        yield
+    finally:
+        _only_near.reset(token)
+
+
+def about_to_ask(address: str) -> None:
+    """Raises FarAwayError inside `only_near`."""
+    if _only_near.get():
+        raise FarAwayError(address)
 
 
 def system_path(path: str) -> bytes:
@@ -179,6 +206,7 @@ def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
         from . import remote
 
         if remote.cached(path) is None:  # it had to make room: a part is enough
+            about_to_ask(path)
             return remote.fetch(path, offset, min(offset + num_bytes, stamp.size))
     return pread_all(_descriptor(path, stamp).fd, num_bytes, offset)
 
@@ -189,7 +217,8 @@ def _sample_error(path: str, error: Exception) -> SampleError:
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return SampleError("image_missing", f"there is no file {path!r}")
     if isinstance(error, OSError):
-        return SampleError("image_unreadable", f"{path!r}: {error.strerror or error}")
+        what = getattr(error, "what", None) or error.strerror or error  # a RemoteError's without its address
+        return SampleError("image_unreadable", f"{path!r}: {what}")
     return SampleError("image_missing", f"{path!r} cannot be a file name: {error}")
 
 

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import quote
 
 from ..errors import SampleError, UserError
+from .refs import MAX_IMAGE_BYTES, about_to_ask
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class RemoteError(OSError):
     def __init__(self, address: str, what: str, *, gone: bool = False, tired: bool = False) -> None:
         super().__init__(f"{address}: {what}")
         self.strerror = f"{address}: {what}"
+        self.what = what
         self.gone = gone
         self.tired = tired
         self._arguments = (address, what, gone, tired)
@@ -432,14 +434,14 @@ class RemoteRef:
 
     def open(self) -> BinaryIO:
         """Videos are copied whole: players jump about in them."""
+        about_to_ask(self.address)
         with self._failures():
             if keeps_images():
                 return open(copy_of(self.address), "rb")
         return io.BytesIO(self.read())
 
     def _read(self, num_bytes: int | None) -> bytes:
-        from .refs import MAX_IMAGE_BYTES
-
+        about_to_ask(self.address)
         with self._failures():
             if keeps_images():
                 with open(copy_of(self.address), "rb") as file:
