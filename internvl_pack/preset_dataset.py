@@ -20,7 +20,7 @@ from .collate import Segment
 from .config import PackingConfig
 from .dataset import PackedDataset
 from .encode.sample import EncodeConfig, Encoded, Encoder
-from .errors import SampleError, UserError
+from .errors import SampleError, UserError, without_place
 from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
@@ -224,7 +224,8 @@ class PresetLane(LaneStream):
             reason, detail = refused["reason"], refused["detail"]
             self.ledger.refuse(reason)
             origin = self.dataset.sources[which].origin(row)
-            self._events.append({"id": refused["sample_id"], "source": origin, "reason": reason, "detail": detail})
+            told = {"source": origin, "reason": reason, "detail": without_place(detail, origin)}
+            self._events.append({"id": refused["sample_id"], **told})
             if self.dataset.config.on_error == "stop":
                 self._fatal = f"{refused['sample_id']}: {reason}: {detail}"
 

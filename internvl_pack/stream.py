@@ -13,7 +13,7 @@ from .buffers import TileBuffers
 from .collate import PackRow, Segment
 from .encode.images import tiles_over
 from .encode.sample import Encoded
-from .errors import SampleError, UserError, costs_one_sample
+from .errors import SampleError, UserError, costs_one_sample, without_place
 from .loss import IGNORE_INDEX
 from .packing.budget import Budget
 from .packing.packer import LanePacker
@@ -203,7 +203,8 @@ class LaneStream:
 
     def _leave(self, sample_id: str, error: SampleError, which: int, row: int, stage: str) -> None:
         source = self.dataset.sources[which].origin(row)
-        self._events.append({"id": sample_id, "source": source, "reason": error.reason, "detail": error.detail})
+        detail = without_place(error.detail, source)
+        self._events.append({"id": sample_id, "source": source, "reason": error.reason, "detail": detail})
         self._outcomes[which, stage, False] += 1
         bad = self._outcomes[which, stage, False]
         if self.dataset.config.on_error == "stop" or error.reason == "oversized_error":

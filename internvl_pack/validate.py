@@ -21,7 +21,7 @@ from typing import Any
 
 from .config import PackingConfig, check_budget
 from .encode.sample import Encoder
-from .errors import SampleError, UserError, costs_one_sample
+from .errors import SampleError, UserError, costs_one_sample, without_place
 from .sources import DatasetSpec, Source
 from .sources.shards import ShardSource
 
@@ -155,9 +155,9 @@ class Checker:
                 index=row if is_line else None,
                 key=source.key(row) if isinstance(source, ShardSource) else None,
                 sample_id=sample_id,
-                source=source.origin(row),
+                source=(place := source.origin(row)),
                 reason=error.reason,
-                detail=error.detail,
+                detail=without_place(error.detail, place),
             )
         return None
 

@@ -8,14 +8,20 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import factory
 import pytest
 import torch
 from factory import TINY, write_jsonl, write_meta, write_shards
 
 from internvl_pack.config import PackingConfig, auto_lanes
 from internvl_pack.dataset import PackedDataset
+from internvl_pack.encode.sample import Encoder
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, build_loader, merge_states
+from internvl_pack.planning import plan_preset
+from internvl_pack.preset_dataset import PresetDataset
+from internvl_pack.sources import load_meta, open_source
+from internvl_pack.validate import Checker, validate
 
 COUNT = 240
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, num_lanes=64, seed=3)
@@ -391,6 +397,47 @@ def test_samples_with_bad_images_leave_by_id_and_the_rest_of_the_pack_goes_on(to
     assert {e["id"] for e in events} == bad
     assert all(str(tmp_path) in e["detail"] for e in events)
     loader.ledger.check()
+
+
+LEFT = {  # detail: source
+    "lines": {
+        "images/00000_0.png: the file ends before the picture does": "made.jsonl:line 1",
+        "images/00001_0.png ends within its header": "made.jsonl:line 2",
+        "'images/00002_0.png' has 0 bytes": "made.jsonl:line 3",
+    },
+    "shards": {
+        "made-0000.tar:00000.0.png: the file ends before the picture does": "made-0000.tar:00000@0",
+        "made-0000.tar:00001.0.png ends within its header": "made-0000.tar:00001@2048",
+        "made-0000.tar:00002.0.png has 0 bytes": "made-0000.tar:00002@4096",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_sample_that_leaves_names_its_record_and_its_image_once_each(kind, tokenizer, tmp_path, monkeypatch):
+    made = iter(range(999))
+
+    def cut(*size, keep=factory.png, **shade):
+        data = keep(*size, **shade)
+        return {0: data[:-40], 1: data[:20], 2: b""}.get(next(made), data)
+
+    monkeypatch.setattr(factory, "png", cut)
+    specs = load_meta((write_jsonl if kind == "lines" else write_shards)(tmp_path, 20))
+    sources = [open_source(spec) for spec in specs]
+    encoder, config = Encoder(tokenizer, TINY), PackingConfig(num_lanes=1)
+
+    def places(left) -> dict[str, str]:
+        return {detail.replace(f"{tmp_path}/", ""): source.replace(f"{tmp_path}/", "") for detail, source in left}
+
+    loader = build_loader(PackedDataset(sources, encoder, config, specs=specs))
+    assert sum(batch["num_samples"] for batch in loader) == 17
+    assert places((event["detail"], event["source"]) for event in loader.take_events()) == LEFT[kind]
+    checker = Checker(sources, specs, encoder, decode=True)
+    assert places((bad.detail, bad.source) for _, part in validate(checker) for bad in part) == LEFT[kind]
+    preset = plan_preset(tmp_path / "preset", specs, sources, encoder, config)
+    loader = build_loader(PresetDataset(preset, sources, encoder, specs=specs))
+    assert sum(batch["num_samples"] for batch in loader) == 17
+    assert places((event["detail"], event["source"]) for event in loader.take_events()) == LEFT[kind]
 
 
 def test_on_error_stop_ends_with_the_samples_name(tokenizer, tmp_path):

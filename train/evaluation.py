@@ -71,7 +71,8 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
 def tell_left_out(events: Sequence[Mapping[str, Any]]) -> None:
     """Say which held-out samples are in no figure, and why: the first of them by name."""
     for event in events[:MAX_TOLD]:
-        logger.warning("held-out sample %s is left out: %s: %s", event["id"], event["reason"], event["detail"])
+        what = (event["id"], event["reason"], event["source"], event["detail"])
+        logger.warning("held-out sample %s is left out: %s: %s: %s", *what)
     if len(events) > MAX_TOLD:
         logger.warning("and %d more held-out samples", len(events) - MAX_TOLD)
 

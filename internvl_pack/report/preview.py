@@ -563,7 +563,7 @@ def _ledger(p: Preview) -> str:
             [
                 (f'<td class="wrap left">{text(_cut(str(e["id"])))}</td>',),
                 (f'<td class="left">{text(e["reason"])}</td>',),
-                (f'<td class="wrap">{text(str(e["detail"])[:1000])}</td>',),
+                (f'<td class="wrap">{text("{source}: {detail}".format(**e)[:1000])}</td>',),
             ]
             for e in p.events[:MAX_EVENTS]
         ]
