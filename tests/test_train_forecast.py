@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from factory import TINY, write_jsonl
+from factory import TINY, write_jsonl, write_meta
 
+from internvl_pack import plan
 from internvl_pack.config import PackingConfig
 from internvl_pack.dataset import PackedDataset
 from internvl_pack.plan import plan_epochs
+from internvl_pack.sources import remote
 from train import finetune
 from train.arguments import DataTrainingArguments, ModelArguments
 from train.callbacks import RunOptions
@@ -241,3 +243,68 @@ def test_a_part_of_the_data_is_enough_for_the_forecast(made, tokenizer, monkeypa
     monkeypatch.setattr("train.forecast.SECONDS", -1.0)
     forecast(dataset, None)
     assert len(read) == 31, "what is far away is not waited for"
+
+
+# --- data far away --------------------------------------------------------------------------------
+
+
+def test_a_few_images_far_away_are_fetched_before_the_first_step(made, tokenizer, tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def fetch(address, *_, **__):
+        asked.append(address)
+        return (made / "images" / address.rpartition("/")[2]).read_bytes()
+
+    monkeypatch.setattr(remote, "fetch", fetch)
+    monkeypatch.setattr(plan, "FAR_SAMPLES", 20)
+    annotation = str(made / "made.jsonl")
+    meta = write_meta(tmp_path, {"made": {"root": "https://far.example/images", "annotation": annotation}})
+    config = PackingConfig(max_packed_tokens=512, num_images_expected=16, num_lanes=4)
+    dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)
+    near = plan_epochs(PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=TINY), 2)
+    assert near.how == "counted" and not asked
+    for exact_samples in (plan.EXACT_SAMPLES, 0):  # few samples or many
+        found = plan_epochs(dataset, 2, exact_samples=exact_samples)
+        assert found.how == "estimated from 20 samples, since images are fetched by address"
+        assert 10 < len(asked) <= 40, "of twenty samples, none of which has more than two"
+        assert found.packs == pytest.approx(near.packs, rel=0.3)
+        asked.clear()
+    monkeypatch.setattr(plan, "FAR_SECONDS", -1.0)
+    assert plan_epochs(dataset, 2).estimated_from == 1, "a slow server is not waited for"
+    assert plan_epochs(dataset, 2, exact_samples=0).steps(4) > 0
+
+
+def test_a_server_that_is_down_is_not_waited_for_by_the_forecast(made, tokenizer, tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def down(address, *_, **__):
+        asked.append(address)
+        raise remote.RemoteError(address, "connection refused", tired=True)
+
+    monkeypatch.setattr(remote, "fetch", down)
+    monkeypatch.setattr("train.forecast.SECONDS", -1.0)
+    lines = [line for line in (made / "made.jsonl").read_text().splitlines() if "image" in json.loads(line)]
+    (tmp_path / "far.jsonl").write_text("\n".join(lines))
+    meta = write_meta(tmp_path, {"far": {"root": "https://far.example", "annotation": "far.jsonl"}})
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=4), encode=TINY)
+    assert forecast(dataset, None) is None and len(asked) == 1
+
+
+def test_lanes_begin_alike_after_a_checkpoint_has_brought_what_it_brings(train, tmp_path, monkeypatch):
+    from internvl_pack.loader import PackLoader
+    from train.trainer import PackTrainer
+
+    seen: list[str] = []
+
+    def follow(owner: type, name: str) -> None:
+        keep = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: seen.append(name) or keep(*args, **kwargs))
+
+    follow(PackTrainer, "_share_prior")
+    follow(PackLoader, "load_state_dict")
+    follow(PackLoader, "__iter__")
+    options = ("--save_steps", "1", "--resume_from_checkpoint", "auto")
+    assert train(tmp_path, "--max_steps", "1", *options) == 0
+    assert seen == ["_share_prior", "__iter__"]
+    assert train(tmp_path, "--max_steps", "2", *options) == 0
+    assert seen[2:] == ["load_state_dict", "_share_prior", "__iter__"]

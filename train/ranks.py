@@ -11,12 +11,16 @@ states are sharded over all of them; lanes, packs and samples belong to data ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from internvl_pack.errors import UserError
 from internvl_pack.parallel.checks import check_world
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,32 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return not self.process
+
+    def from_first(self, make: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+        """What `make` gives on the first process, everywhere; all processes call it together.
+
+        Raises:
+            what `make` raised, on the first process; on the others UserError with its message, or RuntimeError.
+        """
+        if self.processes == 1:
+            return make()
+        told: list[Any] = [None, None, None]  # value, the error's class, its message
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                told[0] = make()
+            except Exception as problem:  # whatever it is: the others wait
+                error = problem
+                told[1:] = [type(error).__name__, str(error)]
+        dist.broadcast_object_list(told, src=0, group=group)
+        if error is not None:
+            raise error
+        value, kind, message = told
+        if kind is None:
+            return value
+        if kind == UserError.__name__:
+            raise UserError(message)
+        raise RuntimeError(f"rank 0 cannot read its data: {kind}: {message}")
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """The value of each process, everywhere; all processes call it together."""

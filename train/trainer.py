@@ -152,12 +152,13 @@ class PackTrainer(Trainer):
             per_epoch = max(1, total // max(1, num_epochs))
             if num_epochs != args.num_train_epochs:  # a part of the last epoch: a number of steps it is
                 total = math.ceil(total * args.num_train_epochs / num_epochs)
+            plan = self.epoch_plan
             logger.warning(
                 "%d optimizer steps in %d epochs (%s): %.0f packs of the first epoch, %d packs a step",
                 total,
                 num_epochs,
-                "counted" if self.epoch_plan.exact else "estimated; the run ends with the data, not at this number",
-                self.epoch_plan.packs[0],
+                plan.how if plan.exact else f"{plan.how}; the run ends with the data, not at this number",
+                plan.packs[0],
                 self.packs_per_step,
             )
         batches = per_epoch * args.gradient_accumulation_steps
@@ -167,16 +168,14 @@ class PackTrainer(Trainer):
 
     def _look_ahead(self, num_epochs: int | None) -> None:
         """Plan the epochs (None: steps are given) and foresee what packs will hold: the first rank, the others hear."""
-        found: list[Any] = [None, None]
-        if self.ranks.is_first:
-            dataset = self.loader.packed_dataset
-            plan = None
+
+        def found() -> tuple[EpochPlan | None, Packing | None]:
+            dataset, plan = self.loader.packed_dataset, None
             if num_epochs is not None or dataset.packs_are_counted:
                 plan = plan_epochs(dataset, num_epochs or 1)
-            found = [plan, foresee(self.loader, plan)]
-        if self.ranks.processes > 1:
-            dist.broadcast_object_list(found, src=0, group=self._cpu_group())
-        plan, self.forecast = found
+            return plan, foresee(self.loader, plan)
+
+        plan, self.forecast = self.ranks.from_first(found, self._cpu_group())
         self.epoch_plan = plan if num_epochs is not None else None
         if self.forecast is not None:
             steps = math.ceil(self.turns_of(0) / self.packs_per_step)
@@ -410,9 +409,11 @@ class PackTrainer(Trainer):
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None:
+            self._share_prior()
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
+        self._share_prior()
         if "ended" in state:
             self.earlier_epochs = state["ended"]["epochs"]
             self.earlier_ledger.load_state_dict(state["ended"]["ledger"])
@@ -420,6 +421,13 @@ class PackTrainer(Trainer):
         return self.loader.epoch, 0
 
     # -- ranks -----------------------------------------------------------------------------------------
+
+    def _share_prior(self) -> None:
+        """All lanes begin with what the first rank read, or its checkpoint brought: a file that another rank fails to
+        read once must not give its packs another order than a rerun's. Held-out data is not shuffled and has none."""
+        dataset = self.loader.packed_dataset
+        if self.ranks.processes > 1:
+            dataset.take_prior(self.ranks.from_first(dataset.prior, self._cpu_group()))
 
     def asked_to_stop(self) -> str:
         """What asked any rank to save and stop; all ranks call it together at the end of a step."""
