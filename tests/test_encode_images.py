@@ -593,6 +593,41 @@ def test_a_png_stream_that_ends_early_is_told_from_one_that_ends_blank(mode, whi
             tiles_of(data[:start] + chunk + data[stop:])
 
 
+ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+
+
+@pytest.mark.parametrize("interlaced", [0, 1])
+@pytest.mark.parametrize(
+    "kind, depth",
+    [(0, 1), (0, 2), (0, 8), (0, 16), (2, 8), (2, 16), (3, 1), (3, 4), (3, 8), (4, 8), (4, 16), (6, 8), (6, 16)],
+)
+def test_pngs_of_every_kind_are_pillows_when_whole_and_refused_when_short(interlaced, kind, depth):
+    """Of a few pixels, where a row may hold a part of some passes only; noise, black, white and stripes."""
+    rng = np.random.default_rng(depth + kind)
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[kind]
+    palette = png_chunk(b"PLTE", bytes(3 << depth)) if kind == 3 else b""
+    for width, height in [(1, 1), (2, 1), (17, 1), (3, 2), (9, 5), (5, 9)]:
+        widths = []  # bytes of each line of the stream
+        for left, top, across, down in ADAM7 if interlaced else [(0, 0, 1, 1)]:
+            columns, lines = max(0, -(-(width - left) // across)), max(0, -(-(height - top) // down))
+            widths += [(columns * bits + 7) // 8] * (lines if columns else 0)
+        for pixels in (rng.bytes(sum(widths)), bytes(sum(widths)), b"\xff" * sum(widths)):
+            stream = b"".join(
+                b"\0" + pixels[stop - n : stop] for n, stop in zip(widths, np.cumsum(widths), strict=True)
+            )
+
+            def png(data: bytes, width=width, height=height) -> bytes:
+                header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced))
+                whole = header + palette + png_chunk(b"IDAT", zlib.compress(data)) + png_chunk(b"IEND", b"")
+                return b"\x89PNG\r\n\x1a\n" + whole
+
+            with Image.open(io.BytesIO(png(stream))) as image:
+                image.load()
+            assert np.array_equal(rgb_of(png(stream)), decoders._to_rgb(image))
+            for cut in {1, widths[-1] + 1, len(stream)}:
+                assert reason_of(png(stream[:-cut])) in {"image_truncated", "image_corrupt"}, (width, height, cut)
+
+
 def test_opaque_and_transparent_bands_of_one_picture_are_told_apart():
     """Bands are converted on their own; a picture higher than one has all three kinds of them."""
     pixels = np.full((1300, 700, 4), (200, 100, 50, 255), dtype=np.uint8)

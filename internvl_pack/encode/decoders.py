@@ -270,7 +270,10 @@ def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> n
         # Pillow takes a PNG stream that ends well but early for a picture, with the rest as it was before.
         mark = _mark_last_rows(image) if pillow_name == "PNG" and not allow_truncated else None
         image.load()
-    unwritten = mark is not None and any(_rows(image, row, row + 1).tobytes() == mark for row in _last_rows(image))
+    unwritten = mark is not None and (
+        image.height == 1  # a single row is written in parts where the picture is interlaced
+        or any(_rows(image, row, row + 1).tobytes() == mark for row in _last_rows(image))
+    )
     if unwritten and not _png_has_all_rows(data):
         raise SampleError("image_truncated", "its pixel data ends before the picture does")
     return _to_rgb(image)
