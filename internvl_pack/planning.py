@@ -42,7 +42,7 @@ from .preset import (
     plan_settings,
     write_json,
 )
-from .prior import has_images_by_address, lanes_prior, shares_a_prior
+from .prior import lanes_prior, plans_share_a_prior
 from .records import Fragment, Record
 from .scan import Scanner, ScanTable, arrow_schema, parallel, parquet, prepare_folder, scan, write_table
 from .sources import DatasetSpec, Source
@@ -104,8 +104,7 @@ def plan_preset(
     rows = sum(map(len, sources))
     follow("measuring", rows, scan(scanner, measured, work / "scan", num_workers=num_workers))
     assert config.num_lanes is not None
-    prior = policy is None and shares_a_prior(config, config.num_lanes, specs)
-    prior = prior and not has_images_by_address(sources, config.mixture(parts, 0))
+    prior = policy is None and plans_share_a_prior(config, specs, sources, parts)
     planner = Planner(ScanTable(work / "scan", len(sources)), parts, sources, config, policy, prior)
     every = {**settings, **facts, "epochs": epochs, "on_error": config.on_error}
     follow("planning", positions * epochs, plan(planner, every, work / "plan", epochs=epochs, num_workers=num_workers))

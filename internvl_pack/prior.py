@@ -22,7 +22,7 @@ from .packing.cost import CostModel
 from .packing.policies import BALANCED
 from .records import Fragment
 from .sources import DatasetSpec, Source
-from .sources.mixture import Mixture
+from .sources.mixture import Mixture, MixturePart
 from .sources.refs import is_remote, only_near
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,15 @@ def lanes_prior(
     except FarAwayError as error:
         logger.info("lanes begin each for itself: %s is one of the epoch's first %d samples'", error, PRIOR_SAMPLES)
         return None
+
+
+def plans_share_a_prior(
+    config: PackingConfig, specs: Sequence[DatasetSpec], sources: Sequence[Source], parts: Sequence[MixturePart]
+) -> bool:
+    """Whether lanes that are planned beforehand begin with figures in common, as those of training would."""
+    return shares_a_prior(config, config.num_lanes or 1, specs) and not has_images_by_address(
+        sources, config.mixture(parts, 0)
+    )
 
 
 def has_images_by_address(sources: Sequence[Source], mixture: Mixture) -> bool:

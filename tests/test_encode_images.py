@@ -587,8 +587,7 @@ def test_a_png_stream_that_ends_early_is_told_from_one_that_ends_blank(mode, whi
     stop = start + 12 + int.from_bytes(data[start : start + 4], "big")
     rows = zlib.decompress(data[start + 8 : stop - 4])
     for kept in (0, 5, 6):
-        body = b"IDAT" + zlib.compress(rows[: kept * len(rows) // 7])
-        chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+        chunk = png_chunk(b"IDAT", zlib.compress(rows[: kept * len(rows) // 7]))
         with pytest.raises(SampleError, match=r"image_truncated|image_corrupt"):
             tiles_of(data[:start] + chunk + data[stop:])
 
@@ -645,21 +644,16 @@ def test_opaque_and_transparent_bands_of_one_picture_are_told_apart():
 def test_a_png_whose_pixel_data_ends_well_but_early_is_cut(interlaced, kind, colours, missing):
     """The stream and all checksums are whole, rows are not there: Pillow would leave them black."""
 
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     def rows(left: int, top: int, across: int, down: int) -> list[bytes]:
         columns, lines = -(-(400 - left) // across), -(-(400 - top) // down)
         return [b"\0" + b"\x80" * (columns * colours)] * lines
 
-    passes = [(0, 0, 1, 1)]
-    if interlaced:
-        passes = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
-    lines = [row for one in passes for row in rows(*one)]
+    lines = [row for one in (ADAM7 if interlaced else [(0, 0, 1, 1)]) for row in rows(*one)]
 
     def png(lines: list[bytes]) -> bytes:
         header = struct.pack(">IIBBBBB", 400, 400, 8, kind, 0, 0, interlaced)
-        body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines))) + chunk(b"IEND", b"")
+        stream = zlib.compress(b"".join(lines))
+        body = png_chunk(b"IHDR", header) + png_chunk(b"IDAT", stream) + png_chunk(b"IEND", b"")
         return b"\x89PNG\r\n\x1a\n" + body
 
     assert reason_of(png(lines)) is None

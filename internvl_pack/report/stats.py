@@ -23,7 +23,7 @@ import numpy as np
 from ..config import PackingConfig
 from ..errors import SampleError, UserError
 from ..planning import Planner, _LaneReader
-from ..prior import has_images_by_address, shares_a_prior
+from ..prior import plans_share_a_prior
 from ..records import Record
 from ..scan import REFUSED, parallel
 from ..sources import DatasetSpec, Source
@@ -415,8 +415,7 @@ class Packer:
             balance_reservoir=0 if single else self.config.balance_reservoir,
         )
         measurer = self.table.measurer
-        prior = shares_a_prior(config, config.num_lanes or 1, measurer.specs)
-        prior = prior and not has_images_by_address(measurer.sources, config.mixture(self.parts, 0))
+        prior = plans_share_a_prior(config, measurer.specs, measurer.sources, self.parts)
         self._planners[policy] = Planner(self.table, self.parts, measurer.sources, config, has_prior=prior)
         return self._planners[policy]
 
