@@ -56,6 +56,8 @@ class Ids:
     def sample_id(self, row: int) -> str:
         return f"synthetic/{row}"
 
+    origin = sample_id
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +28,23 @@ class SampleError(ValueError):
 
     Attributes:
         reason: a short slug, one line of the ledger, such as `image_truncated`.
-        detail: one sentence that names the file, row, key or field.
+        detail: one sentence that names the image, key or field, but not the sample's place.
+        source: that place, `file:line 12` or `shard:key@byte`; None until somebody who knows it has told.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+    def __init__(self, reason: str, detail: str, source: str | None = None) -> None:
+        super().__init__(reason, detail, source)
         self.reason = reason
         self.detail = detail
+        self.source = source
 
-    def __reduce__(self) -> tuple[type[SampleError], tuple[Any, ...]]:  # ValueError would unpickle with one argument
-        return type(self), (self.reason, self.detail)
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.told}"
 
-
-def without_place(detail: str, source: str) -> str:
-    """An error's detail without the place that it begins with, where `source`, told beside it, is that place.
-
-    `source` may be the longer path to it: details of planned packs name paths below the meta file's folder.
-    """
-    place, colon, rest = detail.partition(": ")
-    return rest if colon and (source == place or source.endswith("/" + place)) else detail
+    @property
+    def told(self) -> str:
+        """The detail behind its place, for where the place has no field of its own."""
+        return f"{self.source}: {self.detail}" if self.source else self.detail
 
 
 class FarAwayError(Exception):
@@ -68,7 +65,7 @@ def without_traces() -> Iterator[None]:
 
 
 @contextmanager
-def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
+def costs_one_sample(what: str = "", *, source: Callable[[], str] | None = None) -> Iterator[None]:
     """Whatever goes wrong inside is the trouble of the one sample that is read, encoded or decoded there.
 
     Readers, decoders and templates, a user's own among them, raise what they like, and one sample of millions must not
@@ -80,23 +77,29 @@ def costs_one_sample(where: str | Callable[[], str]) -> Iterator[None]:
     (MACHINE_ERRORS), and what is no `Exception`: KeyboardInterrupt, SystemExit.
 
     Args:
-        where: what was read, for the message: a file and line, an image. Called when there is a fault, if it must be
-            looked up: where a row of a shard stands takes a read.
+        what: is read there, for the message: an image, a part of the sample.
+        source: tells where the sample stands, for any SampleError that does not say it. Called when there is one only:
+            it takes a read to tell it of a row of a shard.
     """
     try:
         yield
-    except (SampleError, UserError, ImportError, FarAwayError):
+    except SampleError as error:
+        if source is not None and error.source is None:
+            error.source = source()
+        raise
+    except (UserError, ImportError, FarAwayError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             raise
-        place = where if isinstance(where, str) else where()
+        place = None if source is None else source()
         reason = "unexpected_error"
         if isinstance(error, MemoryError):
             reason = "out_of_memory"
         elif isinstance(error, OSError):
             reason = "unreadable"
         elif _traces.get():
-            logger.warning("%s: a fault in reading one sample, which is left out", place, exc_info=True)
+            logger.warning("%s: a fault in reading one sample, which is left out", place or what, exc_info=True)
         text = " ".join(str(error).split())[:500].encode("utf-8", "backslashreplace").decode()
-        raise SampleError(reason, f"{place}: {type(error).__name__}{': ' * bool(text)}{text}") from error
+        detail = ": ".join(filter(None, (what, type(error).__name__, text)))
+        raise SampleError(reason, detail, place) from error

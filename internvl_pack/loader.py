@@ -303,7 +303,7 @@ def _exit_of(code: int) -> str:
 def damage_events(dataset: PackedDataset) -> list[dict[str, Any]]:
     """What is broken in the files and belongs to no sample, as events like those of samples that leave."""
     return [
-        {"id": f"{source.name}#damage{number}", "source": getattr(error, "origin", source.name)}
+        {"id": f"{source.name}#damage{number}", "source": error.source or source.name}
         | {"reason": error.reason, "detail": error.detail, "epoch": 0, "lane": -1, "turn": -1}
         for source in dataset.sources
         for number, error in enumerate(source.damage)

@@ -154,7 +154,7 @@ class LaneWriter:
                     found = [(number, image, image.ref.read()) for image in _images_of(encoded, fragment)]
             except SampleError as error:
                 row["reasons"].append(error.reason)
-                row["details"].append(error.detail)
+                row["details"].append(error.told)
             else:
                 row["reasons"].append(None)
                 row["details"].append(None)

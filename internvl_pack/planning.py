@@ -106,7 +106,7 @@ def plan_preset(
     assert config.num_lanes is not None
     prior = policy is None and plans_share_a_prior(config, specs, sources, parts)
     planner = Planner(ScanTable(work / "scan", len(sources)), parts, sources, config, policy, prior)
-    every = {**settings, **facts, "epochs": epochs, "on_error": config.on_error}
+    every = {**settings, **facts, "epochs": epochs, "on_error": config.on_error, "refused": list(REFUSED_COLUMNS)}
     follow("planning", positions * epochs, plan(planner, every, work / "plan", epochs=epochs, num_workers=num_workers))
     write_preset(out, work / "plan", config=config, policy=policy, epochs=epochs, facts=facts)
     shutil.rmtree(work, ignore_errors=True)
@@ -133,7 +133,7 @@ class Planner:
     Attributes:
         table: sizes of the samples.
         parts: the datasets' shares, as `PackedDataset.parts`.
-        ids: the sources, or anything with `sample_id(row)`, one a dataset.
+        ids: the sources, or anything with `sample_id(row)` and `origin(row)`, one a dataset.
         config: the run's options, num_lanes resolved.
         policy: one of OFFLINE_POLICIES, or None for the run's streaming packer.
         has_prior: whether lanes of the run begin with figures in common, see prior.py.
@@ -237,12 +237,12 @@ class _LaneReader:
     def fragments_at(self, position: int) -> list[PlannedFragment]:
         """The fragments of the sample at a position. Raises SampleError."""
         which, row = self.mixture.locate(position)
-        with costs_one_sample(partial(self.planner.ids[which].sample_id, row)):
-            return self._fragments(position, which, row)
-
-    def _fragments(self, position: int, which: int, row: int) -> list[PlannedFragment]:
-        tokens, tiles, loss = self.planner.table.lengths(which, row)
         sample_id = self.planner.ids[which].sample_id(row)
+        with costs_one_sample(f"sample {sample_id}"):
+            return self._fragments(position, which, row, sample_id)
+
+    def _fragments(self, position: int, which: int, row: int, sample_id: str) -> list[PlannedFragment]:
+        tokens, tiles, loss = self.planner.table.lengths(which, row)
         if 0 < tokens <= self.room and tiles <= self.budget.max_tiles:
             return [PlannedFragment(position, sample_id, 0, 1, 0, tokens, 0, tiles, 0, 0, tokens, tiles, loss)]
         fragments = self.planner.config.cut(self.planner.table.record(which, row, sample_id), position, self.budget)
@@ -251,10 +251,11 @@ class _LaneReader:
 
     def _refuse(self, position: int, which: int, row: int, error: SampleError) -> None:
         sample_id = self.planner.ids[which].sample_id(row)
-        values = (self.epoch, self.lane, position, sample_id, error.reason, error.detail)
+        values = (self.epoch, self.lane, position, sample_id, error.source, error.reason, error.detail)
         for name, value in zip(REFUSED_COLUMNS, values, strict=True):
             self.refused[name].append(value)
         self._bad[which] += 1
+        error.source = error.source or self.planner.ids[which].origin(row)
         if self.planner.config.on_error == "stop" or error.reason == "oversized_error":
             raise UserError(f"{sample_id}: {error}")
         if self._bad[which] >= ALL_BAD_ROWS and not self._good[which]:

@@ -87,6 +87,7 @@ REFUSED_COLUMNS = {
     "lane": "int32",
     "position": "int64",
     "sample_id": "string",
+    "source": "string",  # its place, below the meta file's folder where it lies there; null for what budgets refuse
     "reason": "string",
     "detail": "string",
 }
@@ -259,7 +260,7 @@ class Preset:
         return {name: table[name].combine_chunks() for name in columns}
 
     def refused(self, epoch: int, lane: int) -> list[dict[str, Any]]:
-        """Samples of a lane that left the run when it was planned: position, sample_id, reason, detail."""
+        """Samples of a lane that left the run when it was planned, by REFUSED_COLUMNS."""
         filters = [("epoch", "=", epoch), ("lane", "=", lane)]
         return parquet().read_table(self.folder / REFUSED, filters=filters, use_threads=False).to_pylist()
 

@@ -20,7 +20,7 @@ from .collate import Segment
 from .config import PackingConfig
 from .dataset import PackedDataset
 from .encode.sample import EncodeConfig, Encoded, Encoder
-from .errors import SampleError, UserError, without_place
+from .errors import SampleError, UserError
 from .materialise import PackStore
 from .preset import PlannedFragment, Preset
 from .records import Fragment
@@ -221,13 +221,15 @@ class PresetLane(LaneStream):
         """The samples that left when the preset was planned enter the ledger with the lane's first pack."""
         for refused in self.preset.refused(self.planned_epoch, self.lane):
             which, row = self.mixture.locate(refused["position"])
-            reason, detail = refused["reason"], refused["detail"]
-            self.ledger.refuse(reason)
-            origin = self.dataset.sources[which].origin(row)
-            told = {"source": origin, "reason": reason, "detail": without_place(detail, origin)}
-            self._events.append({"id": refused["sample_id"], **told})
+            error = SampleError(refused["reason"], refused["detail"], self._origin(refused, which, row))
+            self.ledger.refuse(error.reason)
+            self._tell(refused["sample_id"], error)
             if self.dataset.config.on_error == "stop":
-                self._fatal = f"{refused['sample_id']}: {reason}: {detail}"
+                self._fatal = f"{refused['sample_id']}: {error}"
+
+    def _origin(self, refused: dict[str, Any], which: int, row: int) -> str:
+        """Where a sample stands that left when the preset was planned."""
+        return self.dataset.sources[which].origin(row)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -262,6 +264,9 @@ class StoredLane(PresetLane):
         self._row = self.dataset.store.row(self.planned_epoch, self.lane, turn)
         self._places = {fragment.key: number for number, fragment in enumerate(fragments)}
         return fragments
+
+    def _origin(self, refused: dict[str, Any], which: int, row: int) -> str:
+        return refused.get("source") or super()._origin(refused, which, row)
 
     def _read(self, fragment: PlannedFragment) -> Encoded:
         assert self.dataset.store is not None

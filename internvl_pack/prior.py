@@ -97,7 +97,7 @@ def has_images_by_address(sources: Sequence[Source], mixture: Mixture) -> bool:
     for position in range(min(PRIOR_SAMPLES, len(mixture))):
         which, row = mixture.locate(position)
         try:
-            with without_traces(), costs_one_sample(""):
+            with without_traces(), costs_one_sample():
                 raw = sources[which].read(row)
                 video = video_of(raw.data)
                 names = [video[0]] if video is not None else image_names_of(raw.data)

@@ -63,7 +63,7 @@ class Scanner:
             {"name": spec.name, "rows": len(source), "max_dynamic_patch": spec.max_dynamic_patch, "digest": digest}
             for spec, source, digest in zip(self.specs, self.sources, digests, strict=True)
         ]
-        return {"version": 1, "chunk_rows": CHUNK_ROWS, "data": data, "encode": self.encoder.fingerprint()}
+        return {"version": 2, "chunk_rows": CHUNK_ROWS, "data": data, "encode": self.encoder.fingerprint()}
 
     def measure(self, which: int, start: int, stop: int, path: Path) -> int:
         """Write the chunk file of rows [start, stop); returns their number."""
@@ -73,7 +73,8 @@ class Scanner:
             try:
                 record = self.encoder.load(self.sources[which], row, self.specs[which]).record
             except SampleError as error:
-                values = (REFUSED, 0, 0, 0, [], [], [], error.reason, self._without_folder(which, error.detail))
+                told = (self._without_folder(which, text or "") for text in (error.source, error.detail))
+                values = (REFUSED, 0, 0, 0, [], [], [], error.reason, *told)
             else:
                 spans = record.spans
                 values = (
@@ -84,6 +85,7 @@ class Scanner:
                     [s.num_tokens for s in spans],
                     [s.num_tiles for s in spans],
                     [s.ends_turn for s in spans],
+                    None,
                     None,
                     None,
                 )
@@ -107,6 +109,7 @@ _SCHEMA = {
     "span_tiles": "list<int32>",
     "span_ends": "list<bool>",
     "reason": "string",
+    "source": "string",
     "detail": "string",
 }
 
@@ -222,7 +225,7 @@ class ScanTable:
         tokens, tiles, loss = self._lengths[which][row].tolist()
         if tokens == REFUSED:
             chunk, i = self._chunk_of(which, row)
-            raise SampleError(chunk["reason"][i].as_py(), chunk["detail"][i].as_py())
+            raise SampleError(*(chunk[name][i].as_py() for name in ("reason", "detail", "source")))
         return tokens, tiles, loss
 
     def record(self, which: int, row: int, sample_id: str) -> Record:

@@ -13,7 +13,7 @@ from .buffers import TileBuffers
 from .collate import PackRow, Segment
 from .encode.images import tiles_over
 from .encode.sample import Encoded
-from .errors import SampleError, UserError, costs_one_sample, without_place
+from .errors import SampleError, UserError, costs_one_sample
 from .loss import IGNORE_INDEX
 from .packing.budget import Budget
 from .packing.packer import LanePacker
@@ -55,7 +55,7 @@ def plan_sample(
     which, row = mixture.locate(position)
     source = dataset.sources[which]
     encoded = dataset.encoder.load(source, row, dataset.specs[which])
-    with costs_one_sample(partial(source.origin, row)):
+    with costs_one_sample(source=partial(source.origin, row)):
         return encoded, dataset.config.cut(encoded.record, position, budget)
 
 
@@ -180,7 +180,7 @@ class LaneStream:
         last = fragment.position not in self._outstanding
         which, row = self.mixture.locate(fragment.position)
         try:
-            with costs_one_sample(f"sample {fragment.sample_id}"):
+            with costs_one_sample(source=partial(self.dataset.sources[which].origin, row)):
                 segment = self._segment(fragment, found, out)
         except SampleError as error:
             if self.ledger.lose(fragment, error.reason, last=last):
@@ -202,9 +202,8 @@ class LaneStream:
     # -- samples that leave ------------------------------------------------------------------------
 
     def _leave(self, sample_id: str, error: SampleError, which: int, row: int, stage: str) -> None:
-        source = self.dataset.sources[which].origin(row)
-        detail = without_place(error.detail, source)
-        self._events.append({"id": sample_id, "source": source, "reason": error.reason, "detail": detail})
+        error.source = error.source or self.dataset.sources[which].origin(row)
+        self._tell(sample_id, error)
         self._outcomes[which, stage, False] += 1
         bad = self._outcomes[which, stage, False]
         if self.dataset.config.on_error == "stop" or error.reason == "oversized_error":
@@ -212,6 +211,10 @@ class LaneStream:
         elif bad >= ALL_BAD_ROWS and not self._outcomes[which, stage, True]:
             name = self.dataset.specs[which].name
             self._fatal = f"dataset {name!r}: none of its first {bad} samples can be used; {sample_id}: {error}"
+
+    def _tell(self, sample_id: str, error: SampleError) -> None:
+        about = {"source": error.source, "reason": error.reason, "detail": error.detail}
+        self._events.append({"id": sample_id, **about})
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -311,7 +314,7 @@ def of_fragment(error: SampleError, fragment: Fragment) -> SampleError:
     if fragment.count == 1:
         return error
     part = f"part {fragment.index + 1} of {fragment.count} of this sample; parts without damage are trained"
-    return SampleError(error.reason, f"{error.detail} ({part})")
+    return SampleError(error.reason, f"{error.detail} ({part})", error.source)
 
 
 def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:

@@ -21,7 +21,7 @@ from typing import Any
 
 from .config import PackingConfig, check_budget
 from .encode.sample import Encoder
-from .errors import SampleError, UserError, costs_one_sample, without_place
+from .errors import SampleError, UserError, costs_one_sample
 from .sources import DatasetSpec, Source
 from .sources.shards import ShardSource
 
@@ -119,7 +119,7 @@ class Checker:
                 index=None,
                 key=getattr(error, "key", None),
                 sample_id=None,
-                source=getattr(error, "origin", spec.name),
+                source=error.source or spec.name,
                 reason=error.reason,
                 detail=error.detail,
             )
@@ -139,7 +139,7 @@ class Checker:
         source, spec = self.sources[which], self.specs[which]
         own_id = None
         try:
-            with costs_one_sample(partial(source.origin, row)):
+            with costs_one_sample(source=partial(source.origin, row)):
                 raw = source.read(row)
                 own_id = raw.data["id"] if raw.own_id is not None else None
                 encoded = self.encoder.encode(raw, spec)
@@ -155,9 +155,9 @@ class Checker:
                 index=row if is_line else None,
                 key=source.key(row) if isinstance(source, ShardSource) else None,
                 sample_id=sample_id,
-                source=(place := source.origin(row)),
+                source=error.source or source.origin(row),
                 reason=error.reason,
-                detail=without_place(error.detail, place),
+                detail=error.detail,
             )
         return None
 

@@ -18,6 +18,7 @@ from internvl_pack.dataset import PackedDataset
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, build_loader, merge_states
+from internvl_pack.materialise import materialise
 from internvl_pack.planning import plan_preset
 from internvl_pack.preset_dataset import PresetDataset
 from internvl_pack.sources import load_meta, open_source
@@ -422,6 +423,7 @@ def test_a_sample_that_leaves_names_its_record_and_its_image_once_each(kind, tok
         return {0: data[:-40], 1: data[:20], 2: b""}.get(next(made), data)
 
     monkeypatch.setattr(factory, "png", cut)
+    tmp_path /= "a: b"  # a path that holds what divides a message
     specs = load_meta((write_jsonl if kind == "lines" else write_shards)(tmp_path, 20))
     sources = [open_source(spec) for spec in specs]
     encoder, config = Encoder(tokenizer, TINY), PackingConfig(num_lanes=1)
@@ -438,14 +440,28 @@ def test_a_sample_that_leaves_names_its_record_and_its_image_once_each(kind, tok
     loader = build_loader(PresetDataset(preset, sources, encoder, specs=specs))
     assert sum(batch["num_samples"] for batch in loader) == 17
     assert places((event["detail"], event["source"]) for event in loader.take_events()) == LEFT[kind]
+    assert list(materialise(preset, sources, specs, encoder))
+    loader = build_loader(PresetDataset(preset, None, encoder))  # which knows the places of planning alone
+    assert sum(batch["num_samples"] for batch in loader) == 17
+    stored = places((event["detail"], event["source"]) for event in loader.take_events())
+    assert dict([*LEFT[kind].items()][1:]).items() <= stored.items()
 
 
-def test_on_error_stop_ends_with_the_samples_name(tokenizer, tmp_path):
+@pytest.mark.parametrize("stage", ["planned", "decoded"])
+def test_on_error_stop_ends_with_the_samples_name_and_place(stage, tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 20)
-    next(iter(sorted((tmp_path / "images").iterdir()))).unlink()
+    image = min((tmp_path / "images").iterdir())
+    content = image.read_bytes()
+    image.unlink()
+    if stage == "decoded":
+        image.write_bytes(content[:-40])
     dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(on_error="stop"), encode=TINY)
-    with pytest.raises(UserError, match=r"made/\d+: image_missing"):
+    with pytest.raises(UserError) as error:
         list(build_loader(dataset))
+    row = int(image.name[:5])
+    reason = "image_missing" if stage == "planned" else "image_truncated"
+    assert str(error.value).startswith(f"made/{row}: {reason}: {tmp_path}/made.jsonl:line {row + 1}: ")
+    assert str(error.value).count("made.jsonl") == 1
 
 
 def test_a_dataset_in_which_nothing_loads_stops_the_run(tokenizer, tmp_path):

@@ -87,7 +87,7 @@ def test_damage_is_shown(folder, capsys):
     (folder / "s-2.tar").write_bytes(b"")
     assert run(folder, "--workers", "0") == 0
     output = capsys.readouterr().out
-    assert "s-1.tar: after key 'k10' at byte 1024: the archive is cut inside a header" in output
+    assert "s-1.tar@1024: after key 'k10': the archive is cut inside a header" in output
     assert "shard_empty" in output
 
 

@@ -47,7 +47,7 @@ def verdicts(source) -> list[str]:
             assert sample.sample_id == source.sample_id(row) == f"{source.name}/{row}"
             found.append(f"{sample.own_id}@{line}")
         except SampleError as error:
-            assert error.detail.startswith(source.origin(row))
+            assert error.source == source.origin(row)
             found.append(f"{error.reason}@{line}")
     return found
 

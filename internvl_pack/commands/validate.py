@@ -124,8 +124,7 @@ def show(report: Report, checker: Checker) -> None:
         table = Table("reason", "samples", f"first {NUM_EXAMPLES}", show_lines=True)
         table.columns[1].justify = "right"
         for reason, count in report.reasons.most_common():
-            found = report.examples[reason]  # what damage says has its place in it
-            examples = "\n".join(f"{s.source}: {s.detail}" if s.sample_id is not None else s.detail for s in found)
+            examples = "\n".join(f"{sample.source}: {sample.detail}" for sample in report.examples[reason])
             table.add_row(reason, f"{count:,}", Text(examples))
         console.print(table)
     bad = report.samples - report.good

@@ -158,7 +158,7 @@ class Encoder:
 
         Raises SampleError, whatever goes wrong with it (see `costs_one_sample`).
         """
-        with costs_one_sample(partial(source.origin, row)):
+        with costs_one_sample(source=partial(source.origin, row)):
             raw = source.read(row)
         return self.encode(raw, spec)
 
@@ -169,13 +169,10 @@ class Encoder:
             raw: a sources.RawSample.
             spec: the sources.DatasetSpec it comes from (max_dynamic_patch, data_augment).
 
-        Raises SampleError; its detail begins with `raw.origin`.
+        Raises SampleError; its source is `raw.origin`.
         """
-        try:
-            with costs_one_sample(f"sample {raw.sample_id}"):
-                return self._encode(raw, spec)
-        except SampleError as error:
-            raise SampleError(error.reason, f"{raw.origin}: {error.detail}") from error.__cause__
+        with costs_one_sample(source=lambda: raw.origin):
+            return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         turns = turns_of(raw.data)

@@ -296,7 +296,7 @@ class Measurer:
                 encoded = self.encoder.load(self.sources[which], row, self.specs[which])
             except SampleError as error:
                 lengths[row - start, 0] = REFUSED
-                bad.append((error.reason, error.detail))
+                bad.append((error.reason, error.told))
                 continue
             record = encoded.record
             lengths[row - start] = (record.num_tokens, record.num_tiles, record.num_loss_tokens, len(encoded.images))
@@ -486,7 +486,7 @@ def gather(
     for dataset, source in zip(datasets, sources, strict=True):
         for error in source.damage:
             dataset.reasons[error.reason] += 1
-            examples.add(error.reason, (-1, 0, 0), error.detail)
+            examples.add(error.reason, (-1, 0, 0), error.told)
     chunks = [
         (which, start, min(start + CHUNK_ROWS, len(source)))
         for which, source in enumerate(sources)

@@ -61,7 +61,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, row: int) -> RawSample:
-        """Raises SampleError, its detail naming `file:line` or `shard:key@byte`; IndexError beyond the end."""
+        """Raises SampleError, with its `source` or without (`origin` is it then); IndexError beyond the end."""
 
     @abstractmethod
     def sample_id(self, row: int) -> str:
@@ -129,11 +129,11 @@ def parse_record(raw: bytes, origin: str) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         bad = raw[error.start : error.start + 4].hex(" ")
-        raise SampleError("invalid_utf8", f"{origin}: byte {error.start} of the record ({bad}) is not UTF-8") from None
+        raise SampleError("invalid_utf8", f"byte {error.start} of the record ({bad}) is not UTF-8", origin) from None
     try:
         record = _DECODER.decode(text.removeprefix("\ufeff"))
     except RecursionError:
-        raise SampleError("json_too_deep", f"{origin}: nested too deeply") from None
+        raise SampleError("json_too_deep", "nested too deeply", origin) from None
     except json.JSONDecodeError as error:
         what = f"{error.msg} at character {error.pos}"
         if error.msg.startswith("Invalid control character"):
@@ -142,14 +142,14 @@ def parse_record(raw: bytes, origin: str) -> dict[str, Any]:
             what += " (two records on one line, or a comma after one?)"
         elif error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
             what += " (a half-written record?)"
-        raise SampleError("invalid_json", f"{origin}: {what}") from None
+        raise SampleError("invalid_json", what, origin) from None
     except ValueError as error:  # our own checks, and Python's limit on the digits of an integer
-        raise SampleError("invalid_json", f"{origin}: {error}") from None
+        raise SampleError("invalid_json", str(error), origin) from None
     if not isinstance(record, dict):
         kind = {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(record), "a number")
-        raise SampleError("not_an_object", f"{origin}: the record is {kind}, not an object")
+        raise SampleError("not_an_object", f"the record is {kind}, not an object", origin)
     if _SURROGATE_ESCAPE.search(raw) and _has_lone_surrogate(record):
-        raise SampleError("lone_surrogate", rf"{origin}: a \ud800-\udfff escape without its partner is no character")
+        raise SampleError("lone_surrogate", r"a \ud800-\udfff escape without its partner is no character", origin)
     return record
 
 

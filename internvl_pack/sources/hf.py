@@ -126,7 +126,7 @@ class DatasetSource(Source):
             self._last = last = (row, self._rows[row])
         record = last[1]
         if not isinstance(record, Mapping):
-            raise SampleError("not_an_object", f"{self.origin(row)}: the row is a {type(record).__name__}, not a dict")
+            raise SampleError("not_an_object", f"the row is a {type(record).__name__}, not a dict", self.origin(row))
         return record
 
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
@@ -153,19 +153,21 @@ class DatasetSource(Source):
             SampleError: it is none of what an image may be.
         """
         image = self._images(self._record(row))[place]
-        where = f"{self.origin(row)}, image {place + 1}"
+        what, origin = f"image {place + 1}", self.origin(row)
         if isinstance(image, Mapping):
             image = image.get("bytes")
         if _is_pillow(image):
             return _png_head(image) if head else _as_png(image)
         if not isinstance(image, (bytes, bytearray, memoryview)):
             raise SampleError(
-                "image_field", f"{where} is a {type(image).__name__}, not a PIL image, bytes, a dict of them or a path"
+                "image_field",
+                f"{what} is a {type(image).__name__}, not a PIL image, bytes, a dict of them or a path",
+                origin,
             )
         if not len(image):
-            raise SampleError("image_empty", f"{where} has 0 bytes")
+            raise SampleError("image_empty", f"{what} has 0 bytes", origin)
         if len(image) > MAX_IMAGE_BYTES:
-            raise SampleError("image_too_many_bytes", f"{where}: {len(image)} bytes")
+            raise SampleError("image_too_many_bytes", f"{what}: {len(image)} bytes", origin)
         return bytes(image)
 
 

@@ -325,7 +325,7 @@ class JsonlSource(Source):
         try:
             raw = read_at(self._path, self._index.stamp, start - before, length + before)
         except OSError as error:
-            raise SampleError("record_unreadable", f"{origin}: {error.strerror}") from error
+            raise SampleError("record_unreadable", str(error.strerror), origin) from error
         if len(raw) <= before or (before and raw[0] != _NEWLINE and start != len(_BOM)):
             raise self._misplaced(origin)
         raw = raw[before:]
@@ -333,7 +333,7 @@ class JsonlSource(Source):
         if end >= 0:
             raw = raw[:end]
         elif len(raw) > MAX_RECORD_BYTES:
-            raise SampleError("record_too_long", f"{origin}: more than {MAX_RECORD_BYTES} bytes without a line end")
+            raise SampleError("record_too_long", f"more than {MAX_RECORD_BYTES} bytes without a line end", origin)
         data = parse_record(raw.strip(_BLANK), origin)
         return RawSample(self.sample_id(row), own_id(data), origin, data, self._resolver)
 

@@ -162,17 +162,13 @@ class ShardDamageError(SampleError):
     """Damage that belongs to no row.
 
     Attributes:
+        source: `shard:key@byte`, or `shard@byte` where nothing is known to be lost.
         key: of the first sample that was lost by it, or None.
-        origin: `shard:key@byte`, without a key where none is known.
     """
 
-    def __init__(self, reason: str, detail: str, key: str | None, origin: str) -> None:
-        super().__init__(reason, detail)
+    def __init__(self, reason: str, detail: str, source: str | None = None, key: str | None = None) -> None:
+        super().__init__(reason, detail, source)
         self.key = key
-        self.origin = origin
-
-    def __reduce__(self) -> tuple[type[ShardDamageError], tuple[str, str, str | None, str]]:
-        return type(self), (self.reason, self.detail, self.key, self.origin)
 
 
 @dataclass
@@ -187,13 +183,11 @@ class Damage:
 
     def error(self, path: str) -> SampleError:
         if self.lost:
-            key = f"key {self.lost[0]!r}"
-            rest = f"; lost with it: {', '.join(map(repr, self.lost[1:]))}" if len(self.lost) > 1 else ""
-        else:
-            key, rest = f"after key {self.near!r}" if self.near is not None else "before the first key", ""
-        detail = f"{path}: {key} at byte {self.position}: {self.text}{rest}"
-        lost = self.lost[0] if self.lost else None
-        return ShardDamageError(self.reason, detail, lost, f"{path}:{lost or ''}@{self.position}")
+            key, *more = self.lost
+            rest = f"; lost with it: {', '.join(map(repr, more))}" if more else ""
+            return ShardDamageError(self.reason, f"{self.text}{rest}", f"{path}:{key}@{self.position}", key)
+        place = f"after key {self.near!r}" if self.near is not None else "before the first key"
+        return ShardDamageError(self.reason, f"{place}: {self.text}", f"{path}@{self.position}")
 
 
 @dataclass(frozen=True)

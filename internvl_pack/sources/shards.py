@@ -120,12 +120,12 @@ class ShardSource(Source):
             key = record.path[:-5]
             origin = f"{shard.path}:{key}@{headers[0]}"
             if record.size > MAX_RECORD_BYTES:
-                raise SampleError("record_too_long", f"{origin}: {record.path!r} has {record.size} bytes")
+                raise SampleError("record_too_long", f"{record.path!r} has {record.size} bytes", origin)
             if record.size == 0:
-                raise SampleError("record_empty", f"{origin}: {record.path!r} has 0 bytes")
+                raise SampleError("record_empty", f"{record.path!r} has 0 bytes", origin)
             raw = read(record.offset, record.size)
         except OSError as error:
-            raise SampleError("record_unreadable", f"{shard.path}@{headers[0]}: {error.strerror}") from error
+            raise SampleError("record_unreadable", str(error.strerror), f"{shard.path}@{headers[0]}") from error
         except DamagedHeaderError as error:
             raise _changed(shard, error) from None
         data = parse_record(raw, origin)
@@ -142,7 +142,7 @@ class ShardSource(Source):
         try:
             members = [read_member(read, header) for header in headers]
         except OSError as error:
-            return SampleError("record_unreadable", f"{shard.path}@{headers[0]}: {error.strerror}")
+            return SampleError("record_unreadable", str(error.strerror), f"{shard.path}@{headers[0]}")
         except DamagedHeaderError as error:
             raise _changed(shard, error) from None
         entries = [e for e in (entry_of(m, shard.stamp.size) for m in members if m is not None) if e is not None]
@@ -154,8 +154,8 @@ class ShardSource(Source):
                 break
             seen.add(entry.ending)
         reason, text = REASONS[status]
-        key = row_key(entries)
-        return SampleError(reason, f"{shard.path}:{key}@{blamed.header}: " + text.format(member=repr(blamed.path)))
+        member = f"{blamed.path!r} at byte {blamed.header}"
+        return SampleError(reason, text.format(member=member), f"{shard.path}:{row_key(entries)}@{headers[0]}")
 
     def _shard(self, row: int) -> tuple[_Shard, int, list[int]]:
         """(shard, status, positions of the members' headers) of a row."""
