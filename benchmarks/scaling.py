@@ -114,7 +114,7 @@ def main() -> int:
         dist.all_gather(everyones, torch.tensor(costs, dtype=torch.float64, device=device))
         by_rank = torch.stack(everyones)
         even = (by_rank.mean(0) / by_rank.max(0).values).mean().item()
-        own = torch.tensor([sum(seconds), float(sum(useful)), 0.0], dtype=torch.float64, device=device)
+        own = torch.tensor([sum(seconds), sum(useful)], dtype=torch.float64, device=device)
         slowest, total = own.clone(), own.clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
