@@ -31,6 +31,7 @@ import numpy as np
 from internvl_pack.collate import PackRow, Segment, packed_collate_fn
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
@@ -179,7 +180,7 @@ def run_one_by_one(model, samples: list[Segment], device, dtype) -> tuple[torch.
     return torch.cat(logits), loss, grads
 
 
-def run_packed(model, kernel: str, samples: list[Segment], device, checkpointing: bool):
+def run_packed(model, kernel: str, samples: list[Segment], device, checkpointing: bool, compiled: bool):
     """The same as one row; and how often a forward pass waited for the device."""
     model = copy.deepcopy(model).to(device, torch.bfloat16)
     model.set_attn_implementation({"text_config": register_packed_attention(kernel, device)})
@@ -188,6 +189,9 @@ def run_packed(model, kernel: str, samples: list[Segment], device, checkpointing
     check_isolation(packed)
     if checkpointing:
         packed.gradient_checkpointing_enable()
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(packed, backend="aot_eager" if device.type == "cpu" else "inductor")
     batch = packed_collate_fn([PackRow(list(samples))], image_size=model.config.vision_config.image_size[0])
     batch["num_image_tokens"] = sum(len(s.tiles) for s in samples) * packed.tokens_per_tile
     batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -228,16 +232,16 @@ def check_model(kernels: list[str], device: torch.device, small: bool) -> int:
     )
     print(f"gradients by part; loss in float32 {expected_loss:.6f}")
     names = ("logits", "vision tower", "projector", "language model", "head")
-    table = Table(("", 18), *((n, 19) for n in names), ("segment", 8), ("loss", 9), ("waits", 6), ("", 6))
+    table = Table(("", 27), *((n, 19) for n in names), ("segment", 8), ("loss", 9), ("waits", 6), ("", 6))
     table.row("bf16 one by one", *(f"{b:.2e}" for b in base), "", f"{base_loss:.6f}")
     for name in kernels:
-        for checkpointing in (False, True):
-            logits, loss, grads, waits = run_packed(model, name, samples, device, checkpointing)
+        for checkpointing, compiled in ((False, False), (True, False), (False, True), (True, True)):
+            logits, loss, grads, waits = run_packed(model, name, samples, device, checkpointing, compiled)
             errors = [relative(logits, expected_logits), *group_errors(grads, expected)]
             segment = worst_segment(logits, expected_logits, lengths)
             ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True))
             ok &= segment <= max(SEGMENT_ERROR, FACTOR * worst_segment(base_logits, expected_logits, lengths))
-            label = name + " + ckpt" * checkpointing
+            label = name + " + ckpt" * checkpointing + " + compile" * compiled
             cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
             table.row(label, *cells, f"{segment:.1e}", f"{loss:.6f}", waits, table.verdict(ok))
     return table.failures

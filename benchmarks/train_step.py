@@ -50,6 +50,7 @@ from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.tile_attention import SDPA, use_tile_attention
+from internvl_pack.model.tower import FusedTower
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 
@@ -128,7 +129,7 @@ class Sample:
 
 
 def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, scale: int = 1) -> list[Sample]:
-    """Samples of the real mix in random order until `total_tokens`; those above a budget are left out."""
+    """Samples of the real mix in random order until `total_tokens`; those above the smallest budget are left out."""
     with open(LENGTHS, encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     order = np.random.default_rng(seed).permutation(len(rows))
@@ -211,6 +212,7 @@ class Way:
     checkpointing: bool = False
     attention: str = ""
     tiles: str = SDPA  # attention in the vision tower
+    fused: bool = True  # its layers, where they can be
 
 
 def transformers_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
@@ -234,6 +236,9 @@ def set_up(core: PackedModel, way: Way) -> Iterator[None]:
     if way.checkpointing:
         core.gradient_checkpointing_enable()
     core.is_compiled = way.compiled
+    tower = core.vision_modules[0].encoder.forward
+    if isinstance(tower, FusedTower):
+        tower.off = not (way.compiled and way.fused)
     stance = contextlib.nullcontext() if way.compiled else torch.compiler.set_stance("force_eager")
     with stance:
         yield
@@ -399,7 +404,7 @@ KINDS = {
 }
 
 
-def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 25) -> None:
+def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 40) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     batch = max(way.batches, key=lambda b: b["num_real_tokens"])
@@ -465,6 +470,11 @@ def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], s
             ways.append(
                 Way(f"{middle} compiled, {k}", batches[tokens[1]], own, compiled=True, **ours[k])
             )  # fmt: skip
+        if "unfused" in args.ways:
+            ways.append(
+                Way(f"{middle} compiled, {kernels[-1]}, unfused", batches[tokens[1]], own, compiled=True, fused=False,
+                    **ours[kernels[-1]])
+            )  # fmt: skip
         full = full_rows(core, pixels, tokens[1], budgets[tokens[1]], samples)
         best = kernels[-1]
         ways.append(
@@ -488,7 +498,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
     parser.add_argument("--kernels", nargs="+", help="the first is also the reference's; default: auto's choice")
-    names = ("padded", "reference", "given", "compiled", "checkpointed")
+    names = ("padded", "reference", "given", "compiled", "unfused", "checkpointed")
     parser.add_argument("--ways", nargs="+", choices=names, default=list(names))
     parser.add_argument("--tokens", type=int, default=131_072, help="of the samples drawn, about")
     parser.add_argument("--repeats", type=int, default=5)
@@ -517,7 +527,7 @@ def main() -> int:
         core = make_model(shape, device, kernels[0], dtype)
         if "compiled" in args.ways:
             compile_blocks(core, recompute=args.recompute, backend="aot_eager" if small else "inductor")
-        samples = draw_samples(args.tokens // (16 if small else 1), 16384, 48, args.seed, 16 if small else 1)
+        samples = draw_samples(args.tokens // (16 if small else 1), 8192, 40, args.seed, 16 if small else 1)
         print(
             f"\n{shape}: {core.num_parameters() / 1e6:,.0f} M parameters; {len(samples)} samples, "
             f"{sum(s.num_tokens for s in samples):,} tokens, {sum(s.num_tiles for s in samples)} tiles, "

@@ -82,6 +82,11 @@ class ModelArguments:
         "With --compile: whose layers compute norms and activation functions again in the backward pass instead of "
         "keeping them: all takes a third less memory than none and is slower by a hundredth or two.",
     )
+    fused_vision: bool = option(
+        True,
+        "With --compile: the vision tower's layers with their gradients written out, where they are as in InternVL's "
+        "300M tower and the attention kernel is fa4; False leaves them to torch.compile.",
+    )
 
     def __post_init__(self) -> None:
         parts = (self.vision_path, self.llm_path)

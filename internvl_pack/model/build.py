@@ -48,6 +48,7 @@ def build_model(
     vision_micro_tiles: int | None = None,
     compile: bool = False,
     compile_recompute: str = "language",
+    fused_vision: bool = True,
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
     freeze_llm: bool = False,
@@ -73,6 +74,7 @@ def build_model(
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
+        fused_vision: and the vision tower's layers as tower.py writes them out, where they can be.
         force_image_size, down_sample_ratio: what the data is made for; checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
@@ -108,7 +110,7 @@ def build_model(
     if grad_checkpoint:
         packed.gradient_checkpointing_enable()
     if compile:
-        compile_blocks(packed, recompute=compile_recompute)
+        compile_blocks(packed, recompute=compile_recompute, fused_vision=fused_vision)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed

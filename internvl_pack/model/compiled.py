@@ -9,6 +9,9 @@ one compiled graph, so it takes the time of two layers, and what is irregular ab
 * tokens of a row and tiles of a batch are symbols from the first compilation on. Only a row of 1 tile (or
   1 token) is another case to the compiler: it gets a tile of zeros beside it (images.py).
 
+Layers of the vision tower that tower.py knows run as it writes them out, on a GPU; the compiled ones are for all
+others, and where its kernels cannot be.
+
 The loss of the labelled tokens (head.py) and the projector are compiled in the same way. Gradient
 checkpointing and hooks stay around the compiled forward. The patch embedding becomes a matrix product
 (patches.py). Merging q, k and v, and gate and up, into one product each was tried: it took 1.5 % longer.
@@ -34,6 +37,7 @@ from ..errors import UserError
 from .head import fusible_loss_and_gradient
 from .parts import decoder_layers, vision_layers
 from .patches import PatchProjection, is_patch_projection, project_patches
+from .tower import fuse_tower
 
 if TYPE_CHECKING:
     from .packed import PackedModel
@@ -54,12 +58,14 @@ def compile_blocks(
     packed: PackedModel,
     *,
     recompute: str = "language",
+    fused_vision: bool = True,
     backend: str | Callable[..., Any] = "inductor",
 ) -> int:
     """Compile the repeated blocks in place; names of modules and parameters stay.
 
     Args:
         recompute: one of RECOMPUTE.
+        fused_vision: let the vision tower's layers run as tower.py writes them out, where they can be.
         backend: of torch.compile, a name or a function.
 
     Returns:
@@ -84,6 +90,9 @@ def compile_blocks(
         product = torch.compile(project_patches, dynamic=True, backend=backend)
         module: nn.Module = convolution
         module.forward = PatchProjection(convolution, product)
+    if packed.has_vision and fused_vision:
+        problem = fuse_tower(packed, keep_gelu=recompute != "all")
+        logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)
     packed.is_compiled = True
     logger.info("torch.compile: %d blocks, compiled in the first steps", len(blocks))

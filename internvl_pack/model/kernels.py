@@ -61,7 +61,8 @@ class Kernel:
             gives the gradients of q, k and v.
         tiles_forward, tiles_backward: the same without causality or boundaries, for the vision tower
             (tile_attention.py): tiles_forward(q, k, v, scale), each (T, P, H, D), and tiles_backward(upstream, q, k,
-            v, out, logsumexp, scale); None where SDPA is used there.
+            v, out, logsumexp, scale, into), which writes the gradients into the three tensors `into`, if that is not
+            None; None where SDPA is used there.
     """
 
     name: str
@@ -385,10 +386,12 @@ def fa4_tiles_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    into: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, causal=False)[:3]
+    dq, dk, dv = into or (None, None, None)
+    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, causal=False, dq=dq, dk=dk, dv=dv)[:3]
 
 
 def _fa4_row(cu_seqlens: torch.Tensor, max_seqlen: int, window: int | None) -> dict[str, Any]:

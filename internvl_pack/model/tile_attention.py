@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SDPA = "sdpa"
+PREFIX = "internvl_pack_tiles_"  # of a kernel's name, among transformers' attention functions
 MAX_HEAD_SIZE = 128  # of FlashAttention 4's gradient on Hopper, and a multiple of 8
 
 
@@ -43,11 +44,17 @@ def use_tile_attention(model: PreTrainedModel, kernel: Kernel) -> str:
         return SDPA
     name, head_size = SDPA, vision.hidden_size // vision.num_attention_heads
     if kernel.tiles_forward is not None and head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE:
-        name = f"internvl_pack_tiles_{kernel.name}"
+        name = PREFIX + kernel.name
         AttentionInterface.register(name, _attention_function(kernel.name))
         logger.info("attention kernel of the vision tower: %s", kernel.name)
     model.set_attn_implementation({"vision_config": name})
     return name
+
+
+def tile_kernel(implementation: str | None) -> str | None:
+    """The kernel whose name `use_tile_attention` gave the tower's attention; None for SDPA."""
+    name = (implementation or "").removeprefix(PREFIX)
+    return name if name != implementation and name in KERNELS else None
 
 
 def _attention_function(kernel: str) -> Any:
