@@ -48,6 +48,7 @@ from internvl_pack.model.compiled import RECOMPUTE, compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.kernels import KERNELS, select_kernel
+from internvl_pack.model.loss_kernels import select_loss_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.tile_attention import SDPA, use_tile_attention
 from internvl_pack.model.tower import FusedTower
@@ -236,6 +237,7 @@ def set_up(core: PackedModel, way: Way) -> Iterator[None]:
     if way.checkpointing:
         core.gradient_checkpointing_enable()
     core.is_compiled = way.compiled
+    core.head.loss_kernel = core.loss_kernels[way.compiled]
     tower = core.vision_modules[0].encoder.forward
     if isinstance(tower, FusedTower):
         tower.off = not (way.compiled and way.fused)
@@ -527,6 +529,8 @@ def main() -> int:
         core = make_model(shape, device, kernels[0], dtype)
         if "compiled" in args.ways:
             compile_blocks(core, recompute=args.recompute, backend="aot_eager" if small else "inductor")
+        # Of uncompiled ways the one a run without --compile has.
+        core.loss_kernels = {True: core.head.loss_kernel, False: select_loss_kernel("auto", device, dtype)}
         samples = draw_samples(args.tokens // (16 if small else 1), 8192, 40, args.seed, 16 if small else 1)
         print(
             f"\n{shape}: {core.num_parameters() / 1e6:,.0f} M parameters; {len(samples)} samples, "

@@ -141,7 +141,7 @@ def test_auto_on_a_cpu_is_sdpa():
     assert select_kernel("auto", "cpu", torch.bfloat16).name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "varlen", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["flash_attn", "varlen", "fa3", "fa4", "varlen_fa3", "varlen_fa4"])
 def test_a_cuda_kernel_asked_for_on_a_cpu_names_the_option_and_the_cure(name):
     with pytest.raises(UserError, match=f"--attn_kernel {name} needs a CUDA device.*use --attn_kernel auto or sdpa"):
         select_kernel(name, "cpu")
@@ -322,3 +322,28 @@ def test_tiles_are_normalised_as_internvl_does():
         normalize_tiles(tiles.int(), torch.float32)
     with pytest.raises(ValueError, match=r"must be \(tiles, 3, S, S\)"):
         normalize_tiles(tiles[0], torch.float32)
+
+
+def test_varlen_runs_over_another_implementation_where_there_is_one(monkeypatch):
+    import torch.nn.attention as attention
+
+    device = torch.device("cuda")
+    kernel = KERNELS["varlen_fa4"]
+    monkeypatch.setattr(kernels, "_needs_ampere", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(kernels, "_varlen_attn", lambda: (print, True))
+    monkeypatch.setattr(kernels, "_fa4_varlen_func", lambda: None)
+    assert "pip install --pre flash-attn-4" in kernel.problem(device)
+    monkeypatch.setattr(kernels, "_fa4_varlen_func", lambda: print)
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
+    assert "needs a PyTorch that knows FA4" in kernel.problem(device)
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"], raising=False)
+    assert kernel.problem(device) is None
+
+    activated = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append, raising=False)
+    monkeypatch.setattr(kernels, "varlen", lambda *row: row)
+    kernels._activate_flash_attention.cache_clear()
+    assert kernel.run(1, 2, 3) == kernel.run(1, 2, 3) == (1, 2, 3)
+    assert activated == ["FA4"]
+    kernels._activate_flash_attention.cache_clear()

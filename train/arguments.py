@@ -62,12 +62,17 @@ class ModelArguments:
     )
     attn_kernel: str = option(
         "auto",
-        "Attention of packed rows: auto, fa4, flash_attn, varlen (torch's own), sdpa (any device), fa3 or flex. "
-        "auto takes the first of the first four that runs here.",
+        "Attention of packed rows: auto, fa4, flash_attn, varlen (torch's own), sdpa (any device), fa3, varlen_fa3 or "
+        "varlen_fa4 (torch's own over these) or flex. auto takes the first of the first four that runs here.",
     )
     loss_chunk: int = option(
         1024,
         "Logits are made for this many labelled tokens at a time: fewer need less memory, more are a little faster.",
+    )
+    loss_kernel: Literal["auto", "torch", "liger"] = option(
+        "auto",
+        "What makes losses and gradients of logits: torch, or liger-kernel's fused kernel. auto takes the compiler's with "
+        "--compile, else liger where it is installed and gives the same loss.",
     )
     vision_micro_tiles: int | None = option(
         None,

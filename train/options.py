@@ -33,7 +33,7 @@ DROPPED = {
     "length_path": "lengths are counted from the data",
     "split_annotations": "rows are read where they lie, no rank loads all annotations",
     "unfreeze_lm_head": "the head is trained or frozen with the language model",
-    "use_liger": "logits are made for --loss_chunk labelled tokens at a time",
+    "use_liger": "--loss_kernel auto takes liger-kernel's loss where it is installed",
 }
 
 

@@ -21,6 +21,7 @@ from .families import check_attention
 from .head import DEFAULT_CHUNK_TOKENS
 from .kernels import select_kernel
 from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from .loss_kernels import select_loss_kernel
 from .original import MODEL_TYPE, VISION_TYPE
 from .original_files import load_original, load_original_vision, local_folder
 from .packed import PackedModel
@@ -45,6 +46,7 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     compute_dtype: torch.dtype | None = None,
     loss_chunk: int = DEFAULT_CHUNK_TOKENS,
+    loss_kernel: str = "auto",
     vision_micro_tiles: int | None = None,
     compile: bool = False,
     compile_recompute: str = "language",
@@ -71,6 +73,7 @@ def build_model(
         device: where it will train, for the choice of the kernel; the model is loaded on the CPU.
         dtype: of the weights; compute_dtype: of q, k, v in training if not dtype (autocast).
         loss_chunk: labelled tokens whose logits exist at once.
+        loss_kernel: one of loss_kernels.LOSS_KERNELS; with compile, auto is the compiler's.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
@@ -106,6 +109,9 @@ def build_model(
         unfreeze_vit_layers=unfreeze_vit_layers,
         use_backbone_lora=use_backbone_lora,
         use_llm_lora=use_llm_lora,
+    )
+    packed.head.loss_kernel = select_loss_kernel(
+        "torch" if compile and loss_kernel == "auto" else loss_kernel, device, compute_dtype or dtype
     )
     if grad_checkpoint:
         packed.gradient_checkpointing_enable()

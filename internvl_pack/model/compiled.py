@@ -34,7 +34,7 @@ import torch._functorch.config
 from torch import nn
 
 from ..errors import UserError
-from .head import fusible_loss_and_gradient
+from .head import fusible_loss_and_gradient, loss_and_gradient
 from .parts import decoder_layers, vision_layers
 from .patches import PatchProjection, is_patch_projection, project_patches
 from .tower import fuse_tower
@@ -93,7 +93,8 @@ def compile_blocks(
     if packed.has_vision and fused_vision:
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
-    packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)
+    if packed.head.loss_kernel is loss_and_gradient:
+        packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)
     packed.is_compiled = True
     logger.info("torch.compile: %d blocks, compiled in the first steps", len(blocks))
     return len(blocks)

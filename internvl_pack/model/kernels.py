@@ -524,6 +524,22 @@ def varlen(
     )
 
 
+def varlen_over(implementation: str, *row: Any) -> torch.Tensor:
+    """torch's varlen over FlashAttention 3 or 4, which PyTorch calls "FA3" and "FA4".
+
+    PyTorch keeps one choice for the whole process, so SDPA's flash backend follows it.
+    """
+    _activate_flash_attention(implementation)
+    return varlen(*row)
+
+
+@functools.cache
+def _activate_flash_attention(implementation: str) -> None:
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl(implementation)
+
+
 def _left(window: int | None, max_seqlen: int) -> int:
     """flash-attn's left window, which leaves the query's own key out; -1 is no limit."""
     return -1 if window is None or window >= max_seqlen else window - 1
@@ -576,6 +592,20 @@ def _fa3_problem(device: torch.device) -> str | None:
     return None
 
 
+def _varlen_over_problem(
+    implementation: str, of_it: Callable[[torch.device], str | None], device: torch.device
+) -> str | None:
+    if problem := _varlen_problem(device) or of_it(device):
+        return problem
+    try:
+        from torch.nn.attention import list_flash_attention_impls
+    except ImportError:
+        return "needs torch.nn.attention.activate_flash_attention_impl (torch 2.11 or newer): upgrade torch"
+    if implementation not in list_flash_attention_impls():
+        return f"needs a PyTorch that knows {implementation}: upgrade torch, or use --attn_kernel auto"
+    return None
+
+
 def _flex_problem(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"has a backward pass on CUDA only, this run is on {device.type}: use --attn_kernel auto or sdpa"
@@ -616,4 +646,13 @@ register_kernel(
     )
 )
 register_kernel(Kernel(name="fa3", run=fa3, problem=_fa3_problem, half_only=True))
+for _name, _problem_of in (("fa3", _fa3_problem), ("fa4", _fa4_problem)):
+    register_kernel(
+        Kernel(
+            name=f"varlen_{_name}",
+            run=functools.partial(varlen_over, _name.upper()),
+            problem=functools.partial(_varlen_over_problem, _name.upper(), _problem_of),
+            half_only=True,
+        )
+    )
 register_kernel(Kernel(name="flex", run=flex, problem=_flex_problem, half_only=False))

@@ -15,7 +15,8 @@ one form:
 
 It takes the place of the compiled layers of `--compile` where it can: layers as in InternVL's 300M tower (layer norm,
 GELU, no norm of q and k), without LoRA or stochastic depth, in half precision, with an attention kernel for tiles
-(tile_attention.py) and Triton. Elsewhere the compiled layers run.
+(tile_attention.py) and Triton, where only what the last layer gives is asked for: no module of a layer is called, so
+neither are hooks. Elsewhere the compiled layers run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.utils import output_capturing
 
 from .kernels import HALF, KERNELS
 from .parts import vision_layers
@@ -110,6 +113,7 @@ class AttentionHalf(torch.autograd.Function):
         return total, attended @ out_weight.T, out_bias
 
     @staticmethod
+    @once_differentiable  # the kernels are invisible to autograd: a second derivative would lack their part
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stream_grad, branch_grad, bias_grad = (g.contiguous() for g in upstream)
         total, normed, means, scales, qkv, attended, lse, qkv_weight, out_weight, norm, *projection = ctx.saved_tensors
@@ -155,6 +159,7 @@ class MlpHalf(torch.autograd.Function):
         return total, active @ out_weight.T, out_bias
 
     @staticmethod
+    @once_differentiable  # the kernels are invisible to autograd: a second derivative would lack their part
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stream_grad, branch_grad, bias_grad = (g.contiguous() for g in upstream)
         total, normed, means, scales, inner, active, weight, out_weight, norm, *second = ctx.saved_tensors
@@ -202,12 +207,12 @@ class FusedTower:
     def __call__(self, hidden_states: torch.Tensor) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
-        kernel = tile_kernel(self.config._attn_implementation)
-        if self.off or kernel is None or not _fits(hidden_states, self.encoder):
+        kernel, layers = tile_kernel(self.config._attn_implementation), cast(Any, self.encoder).layer
+        if self.off or kernel is None or not _fits(hidden_states, self.encoder) or _is_watched(layers):
             return self.layers_as_they_are(hidden_states)
         tiles, patches, width = hidden_states.shape
-        state: State = (hidden_states.reshape(tiles * patches, width), None, None)
-        for layer in cast(Any, self.encoder).layer:
+        state: State = (hidden_states.reshape(tiles * patches, width).contiguous(), None, None)
+        for layer in layers:
             run = partial(self._layer, layer, patches=patches, kernel=kernel)
             if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
                 # What a checkpoint is given is kept: one tensor, so what is yet to be added is added.
@@ -250,8 +255,12 @@ def fuse_tower(packed: PackedModel, keep_gelu: bool = True) -> str | None:
     config = packed.config.vision_config
     encoder = tower.get_submodule("encoder")
     encoder.forward = FusedTower(encoder, config, keep_gelu)
+    if (used := packed.config.vision_feature_layer) != -1:
+        return f"its features are taken at layer {used}, not at the last"
     if tile_kernel(config._attn_implementation) is None:
         return f"its attention is {config._attn_implementation}, not a kernel for tiles such as fa4"
+    if not {p.dtype for p in encoder.parameters()} <= set(HALF):
+        return "its weights are not in half precision"
     return None if triton_kernels() is not None else "Triton is not installed"
 
 
@@ -275,11 +284,29 @@ def is_fusible(layer: nn.Module) -> bool:
         and not attention.attention_dropout
         and all(_drops_nothing(module) for module in (attention.projection_dropout, layer.dropout))
         and isinstance(layer.lambda_1, nn.Parameter) and isinstance(layer.lambda_2, nn.Parameter)
+        and all(type(parameter) is nn.Parameter for parameter in layer.parameters())  # no quantised or sharded ones
+        and not any(_has_hooks(module) for module in layer.modules())
     )  # fmt: skip
 
 
 def _drops_nothing(module: nn.Module) -> bool:
     return isinstance(module, nn.Identity) or (type(module) is nn.Dropout and module.p == 0.0)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something is to be called with the module, but transformers' recording (see _is_watched)."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = module._forward_hooks.values()
+    return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
+
+
+def _is_watched(layers: nn.ModuleList) -> bool:
+    """Whether this call is to show more of the layers than what the last one gives."""
+    recorded = output_capturing._active_collector.get() or {}
+    # Newer versions of transformers ask for the last hidden state, by its index, where only the output is used.
+    hidden_states = "hidden_states" in recorded and recorded.get("_hidden_states_layers") != {len(layers)}
+    return hidden_states or any(_has_hooks(module) for module in layers.modules())
 
 
 def _fits(hidden_states: torch.Tensor, encoder: nn.Module) -> bool:
