@@ -71,8 +71,8 @@ class ModelArguments:
     )
     loss_kernel: Literal["auto", "torch", "liger"] = option(
         "auto",
-        "What makes losses and gradients of logits: torch, or liger-kernel's fused kernel. auto takes the compiler's with "
-        "--compile, else liger where it is installed and gives the same loss.",
+        "What makes losses and gradients of logits: torch, or liger-kernel's fused kernel. auto takes the compiler's "
+        "with --compile, else liger where it is installed and gives the same loss.",
     )
     vision_micro_tiles: int | None = option(
         None,
