@@ -7,6 +7,14 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+if [ "$#" -gt 0 ]; then
+  sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  case "$1" in
+    -h | --help) exit 0 ;;
+    *) die "quickstart.sh takes no arguments: $*" ;;
+  esac
+fi
+
 ensure_python
 cd "$ROOT"
 WORK_DIR="${WORK_DIR:-work_dirs/quickstart}"

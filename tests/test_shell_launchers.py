@@ -196,3 +196,13 @@ def test_scripts_are_clean_for_shellcheck():
         cwd=ROOT / "shell",
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--max_steps", 1)])
+def test_the_quickstart_says_what_it_is_before_it_does_anything(argument, code):
+    nothing = os.environ | {"INTERNVL_PACK_PYTHON": "/nonexistent"}
+    command = ["bash", str(ROOT / "shell" / "quickstart.sh"), argument]
+    result = subprocess.run(command, env=nothing, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert result.stdout.startswith("From a fresh clone") and "bash shell/quickstart.sh" in result.stdout
+    assert result.stderr == ("" if code == 0 else "error: quickstart.sh takes no arguments: --max_steps\n")
