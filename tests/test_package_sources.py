@@ -331,7 +331,7 @@ def test_every_command_takes_a_registered_source(tmp_path, tokenizer, capsys):
     assert stats["datasets"][0]["rows"] == 24 and stats["datasets"][0]["tiles"]["max"] == 1
     page = ("preview", meta, "--out", str(tmp_path / "page.html"), "--packs", "99", "--json")
     assert json.loads(said(*page, *model, *TILES, *BUDGETS).splitlines()[-1])["segments"] == 24
-    assert "samples                        24" in said("simulate", meta, *model, *TILES[:2], *BUDGETS)
+    assert "samples                        24" in said("simulate", meta, *model, *TILES, *BUDGETS)
     assert "source 'datasets' needs no index" in said("index", meta, *here)
     plan = ("plan", meta, "--out", str(tmp_path / "preset"), "--materialise", *model, *TILES, *BUDGETS, *here)
     assert "24 samples" in said(*plan)

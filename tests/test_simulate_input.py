@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,16 @@ def test_ranks_of_very_short_samples_are_compared_on_fewer_packs(rows, even, mon
     )
     assert found.rank_efficiency == 1.0 if even else 0.99 < found.rank_efficiency < 1.0
     assert len(read) < 500 if even else len(read) < 2 * 2 * 2 * simulate.MAX_SAMPLES_A_RANK
+
+
+def test_tiles_of_a_meta_file_are_those_of_the_options(tmp_path, capsys, tokenizer):
+    meta = Path(__file__).resolve().parents[1] / "shell" / "data" / "demo" / "meta.json"
+    tokenizer.save_pretrained(tmp_path)
+    found = {}
+    for cut in ("True", "False"):
+        options = ("--tokenizer", str(tmp_path), "--dynamic_image_size", cut, "--use_thumbnail", cut, "--json")
+        code, out, _ = run(capsys, str(meta), *options)
+        assert code == 0
+        found[cut] = json.loads(out)
+    assert found["True"]["samples"] == found["False"]["samples"] > 0
+    assert found["True"]["lower_bound"] > found["False"]["lower_bound"]

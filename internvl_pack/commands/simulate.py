@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from internvl_pack.commands._options import load_tokenizer, option
+from internvl_pack.commands._options import add_encoding, encode_config, load_tokenizer, option
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import SIZES, CostModel
@@ -44,10 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     meta = parser.add_argument_group("for a meta file")
     option(meta, "tokenizer", str, None, "the model's checkpoint or tokenizer")
-    option(meta, "conv_style", str, "internvl2_5", "chat format")
-    option(meta, "force_image_size", int, 448, "side of a tile, pixels")
-    option(meta, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
-    option(meta, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
+    add_encoding(meta, cut=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,21 +90,12 @@ def _scan_meta(args: argparse.Namespace) -> Iterator[Length]:
         raise UserError(f"{args.lengths} is a meta file: its texts are counted with a tokenizer, give --tokenizer PATH")
     from tqdm import tqdm
 
-    from internvl_pack.encode.sample import EncodeConfig, Encoder
-    from internvl_pack.encode.tiles import tokens_per_tile
+    from internvl_pack.encode.sample import Encoder
     from internvl_pack.sources import load_meta, open_source
 
     specs = load_meta(args.lengths)
     sources = [open_source(spec) for spec in specs]
-    encoder = Encoder(
-        load_tokenizer(args.tokenizer),
-        EncodeConfig(
-            conv_style=args.conv_style,
-            image_size=args.force_image_size,
-            tokens_per_tile=tokens_per_tile(args.force_image_size, down_sample_ratio=args.down_sample_ratio),
-            max_dynamic_patch=args.max_dynamic_patch,
-        ),
-    )
+    encoder = Encoder(load_tokenizer(args.tokenizer), encode_config(args))
     bad = 0
     with tqdm(total=sum(map(len, sources)), unit=" samples", desc="scanning", disable=None) as bar:
         for spec, source in zip(specs, sources, strict=True):
