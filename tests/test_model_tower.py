@@ -225,6 +225,64 @@ def test_what_they_are_not_made_for_goes_through_the_layers(tokenizer, stand_in,
     assert len(used) == 2
 
 
+@pytest.mark.parametrize("feature_layer", [-1, -2, 1, 3])
+def test_features_of_any_layer_are_those_of_the_layers(tokenizer, stand_in, everywhere, feature_layer):
+    fused, plain = pair(tokenizer, stand_in, num_vision_layers=3)
+    tiles = tiles_of(plain)
+    for model in (fused, plain):
+        model.config.vision_feature_layer = feature_layer
+    torch.testing.assert_close(fused.image_features(tiles), plain.image_features(tiles))
+    got, expected = (
+        model.vision_modules[0](tiles, output_hidden_states=True).hidden_states for model in (fused, plain)
+    )
+    torch.testing.assert_close(got, expected)
+    assert ("at layer" in fuse_tower(fused)) == (feature_layer != -1)
+
+
+def test_recording_once_does_not_keep_later_calls_from_them(tokenizer, stand_in, everywhere, monkeypatch):
+    fused, plain = pair(tokenizer, stand_in)
+    fused.vision_modules[0](tiles_of(plain), output_hidden_states=True)
+    for layer in vision_layers(fused.vision_modules[0]):
+        monkeypatch.setattr(layer, "forward", lambda *a: pytest.fail("the layer itself was called"))
+    torch.testing.assert_close(fused.image_features(tiles_of(plain)), plain.image_features(tiles_of(plain)))
+
+
+@pytest.mark.parametrize("inside", ["", "attention", "mlp.fc1", "layernorm_after"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_in_a_layer_are_called(tokenizer, stand_in, everywhere, inside, kind):
+    fused, plain = pair(tokenizer, stand_in)
+    module = vision_layers(fused.vision_modules[0])[1].get_submodule(inside)
+    calls = []
+    hook = getattr(module, f"register_{kind}_hook")(lambda *_: calls.append(kind))
+    assert_same(fused, plain, tiles_of(plain))
+    assert calls
+    assert not is_fusible(vision_layers(fused.vision_modules[0])[1])
+    hook.remove()
+    calls.clear()
+    assert_same(fused, plain, tiles_of(plain))
+    assert not calls
+    assert is_fusible(vision_layers(fused.vision_modules[0])[1])
+
+
+def test_a_second_derivative_is_refused(tokenizer, stand_in, everywhere):
+    fused, plain = pair(tokenizer, stand_in)
+    tiles = tiles_of(plain).requires_grad_()
+    features = fused.vision_modules[0](tiles).last_hidden_state
+    (gradient,) = torch.autograd.grad(features.square().sum(), tiles, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_the_kernels_get_rows_without_gaps(tokenizer, stand_in, everywhere, monkeypatch):
+    fused, _ = pair(tokenizer, stand_in)
+    monkeypatch.setattr(FusedTower, "_layer", lambda self, layer, state, **_: (seen.append(state[0]), state)[1])
+    seen = []
+    width = fused.config.vision_config.hidden_size
+    fused.vision_modules[0].encoder(torch.randn(2, 17, 2 * width, dtype=torch.float64)[..., :width])
+    assert len(seen) == 2
+    assert all(rows.is_contiguous() for rows in seen)
+
+
 def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
     def layer(model):
         return vision_layers(model.vision_modules[0])[1]
@@ -238,6 +296,9 @@ def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
     class Adapted(nn.Linear):
         """As LoRA's layers are: a linear layer and more."""
 
+    class Quantised(torch.Tensor):
+        """As quantised weights are: a tensor that is not what lies in its memory."""
+
     cases = {
         "drop path": lambda m: add_drop_path(m.vision_modules[0], 0.1),
         "an adapter": lambda m: setattr(layer(m).mlp, "fc1", Adapted(32, 64)),
@@ -246,6 +307,8 @@ def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
         "another activation": lambda m: setattr(layer(m).mlp, "activation_fn", nn.GELU(approximate="tanh")),
         "dropout": lambda m: setattr(layer(m).attention, "attention_dropout", 0.1),
         "dropout of the MLP": lambda m: setattr(layer(m), "dropout", nn.Dropout(0.1)),
+        "a quantised weight": lambda m: setattr(layer(m).mlp.fc1, "weight", nn.Parameter(Quantised(64, 32))),
+        "a weight computed before each call": lambda m: nn.utils.spectral_norm(layer(m).mlp.fc1),
     }
     assert all(is_fusible(at) for at in vision_layers(tiny_packed(tokenizer).vision_modules[0]))
     for name, change in cases.items():
@@ -262,6 +325,9 @@ def test_the_log_says_which_layers_run(tokenizer, stand_in, caplog, monkeypatch)
         compile_blocks(model, backend="eager")
         assert "layers of the vision tower: compiled, since its attention is sdpa" in caplog.text
         use_tile_attention(model.model, stand_in)
+        compile_blocks(model, backend="eager")
+        assert "layers of the vision tower: compiled, since its weights are not in half precision" in caplog.text
+        model.to(torch.bfloat16)
         compile_blocks(model, backend="eager", fused_vision=False)
         compile_blocks(model, backend="eager")
         assert caplog.text.count("layers of the vision tower: fused") == 1

@@ -208,7 +208,11 @@ class FusedTower:
         from transformers.modeling_outputs import BaseModelOutput
 
         kernel, layers = tile_kernel(self.config._attn_implementation), cast(Any, self.encoder).layer
-        if self.off or kernel is None or not _fits(hidden_states, self.encoder) or _is_watched(layers):
+        recorded = output_capturing._active_collector.get() or {}
+        states: list[torch.Tensor | None] | None = recorded.get("hidden_states")
+        last_alone = states is None or recorded.get("_hidden_states_layers") == {len(layers)}
+        hooks = any(_has_hooks(module) for module in layers.modules())
+        if self.off or kernel is None or hooks or not last_alone or not _fits(hidden_states, self.encoder):
             return self.layers_as_they_are(hidden_states)
         tiles, patches, width = hidden_states.shape
         state: State = (hidden_states.reshape(tiles * patches, width).contiguous(), None, None)
@@ -222,7 +226,10 @@ class FusedTower:
                 state = (alone, None, None)
             else:
                 state = run(state)
-        return BaseModelOutput(last_hidden_state=_added(state).view(tiles, patches, width))
+        features = _added(state).view(tiles, patches, width)
+        if states is not None:
+            states += [*[None] * len(layers), features]  # as the recording does with those that are not asked for
+        return BaseModelOutput(last_hidden_state=features)
 
     def _layer(self, layer: Any, state: State, *, patches: int, kernel: str) -> State:
         attention, norm = layer.attention, layer.layernorm_before
@@ -294,19 +301,11 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something is to be called with the module, but transformers' recording (see _is_watched)."""
+    """Whether something is to be called with the module, but transformers' recording of states."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks.values()
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
-
-
-def _is_watched(layers: nn.ModuleList) -> bool:
-    """Whether this call is to show more of the layers than what the last one gives."""
-    recorded = output_capturing._active_collector.get() or {}
-    # Newer versions of transformers ask for the last hidden state, by its index, where only the output is used.
-    hidden_states = "hidden_states" in recorded and recorded.get("_hidden_states_layers") != {len(layers)}
-    return hidden_states or any(_has_hooks(module) for module in layers.modules())
 
 
 def _fits(hidden_states: torch.Tensor, encoder: nn.Module) -> bool:
