@@ -94,6 +94,15 @@ def assert_same(fused, plain, tiles, tolerance=1e-12):
         assert (got[1][name] - gradient).norm() <= tolerance * scale, name
 
 
+def add_attention_biases(*models):
+    """InternVL's tower has them, the tiny one by default not."""
+    for layers in zip(*(vision_layers(m.vision_modules[0]) for m in models), strict=True):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            bias = torch.randn(layers[0].attention.q_proj.out_features, dtype=torch.float64)
+            for layer in layers:
+                layer.attention.get_submodule(name).bias = nn.Parameter(bias.clone())
+
+
 def tiles_of(model, count=3):
     size = model.config.vision_config.image_size
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(2)).to(model.vision_dtype)
@@ -105,12 +114,8 @@ def test_features_and_every_gradient_are_those_of_the_layers(
     tokenizer, stand_in, everywhere, attention_bias, keep_gelu
 ):
     fused, plain = pair(tokenizer, stand_in, num_vision_layers=3)
-    if attention_bias:  # InternVL's tower has them, the tiny one by default not
-        for layers in zip(*(vision_layers(m.vision_modules[0]) for m in (fused, plain)), strict=True):
-            for name in ("q_proj", "k_proj", "v_proj"):
-                bias = torch.randn(layers[0].attention.q_proj.out_features, dtype=torch.float64)
-                for layer in layers:
-                    layer.attention.get_submodule(name).bias = nn.Parameter(bias.clone())
+    if attention_bias:
+        add_attention_biases(fused, plain)
     fused.vision_modules[0].encoder.forward.keep_gelu = keep_gelu
     assert_same(fused, plain, tiles_of(plain))
     assert_same(fused, plain, tiles_of(plain, 1))
@@ -149,6 +154,10 @@ def test_checkpointed_layers_give_the_same(tokenizer, stand_in, everywhere):
     fused.gradient_checkpointing_enable()
     assert_same(fused, plain, tiles_of(plain))
     assert len(calls) == 2 * 3  # forward, and again in the backward pass
+    calls.clear()
+    fused.eval()
+    assert_same(fused, plain, tiles_of(plain))
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -169,6 +178,22 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(tokenizer, stan
         for name, parameter in model.vision_modules[0].named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
     assert_same(fused, plain, tiles_of(plain))
+
+
+def test_each_parameter_gets_its_gradient_where_it_alone_is_trained(tokenizer, stand_in, everywhere):
+    fused, plain = pair(tokenizer, stand_in)
+    add_attention_biases(fused, plain)
+    expected = features_and_gradients(plain, tiles_of(plain))[1]
+    vision = fused.vision_modules[0].requires_grad_(False)
+    layer = {name: p for name, p in vision.named_parameters() if name.startswith("encoder.layer.0.")}
+    assert len(layer) == 18
+    for name, parameter in layer.items():
+        parameter.requires_grad_()
+        got = features_and_gradients(fused, tiles_of(plain))[1]
+        assert got.keys() == {"tiles", name}
+        if not name.endswith("k_proj.bias"):  # zero, but for rounding
+            assert relative_error(got[name], expected[name]) < 1e-12, name
+        parameter.requires_grad_(False)
 
 
 def test_a_frozen_tower_keeps_no_graph(tokenizer, stand_in, everywhere):
