@@ -94,15 +94,6 @@ def assert_same(fused, plain, tiles, tolerance=1e-12):
         assert (got[1][name] - gradient).norm() <= tolerance * scale, name
 
 
-def add_attention_biases(*models):
-    """InternVL's tower has them, the tiny one by default not."""
-    for layers in zip(*(vision_layers(m.vision_modules[0]) for m in models), strict=True):
-        for name in ("q_proj", "k_proj", "v_proj"):
-            bias = torch.randn(layers[0].attention.q_proj.out_features, dtype=torch.float64)
-            for layer in layers:
-                layer.attention.get_submodule(name).bias = nn.Parameter(bias.clone())
-
-
 def tiles_of(model, count=3):
     size = model.config.vision_config.image_size
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(2)).to(model.vision_dtype)
@@ -114,8 +105,11 @@ def test_features_and_every_gradient_are_those_of_the_layers(
     tokenizer, stand_in, everywhere, attention_bias, keep_gelu
 ):
     fused, plain = pair(tokenizer, stand_in, num_vision_layers=3)
-    if attention_bias:
-        add_attention_biases(fused, plain)
+    for model in (fused, plain):
+        for layer in vision_layers(model.vision_modules[0]):
+            for linear in (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj):
+                assert linear.bias is not None
+                linear.bias = linear.bias if attention_bias else None
     fused.vision_modules[0].encoder.forward.keep_gelu = keep_gelu
     assert_same(fused, plain, tiles_of(plain))
     assert_same(fused, plain, tiles_of(plain, 1))
@@ -182,7 +176,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(tokenizer, stan
 
 def test_each_parameter_gets_its_gradient_where_it_alone_is_trained(tokenizer, stand_in, everywhere):
     fused, plain = pair(tokenizer, stand_in)
-    add_attention_biases(fused, plain)
     expected = features_and_gradients(plain, tiles_of(plain))[1]
     vision = fused.vision_modules[0].requires_grad_(False)
     layer = {name: p for name, p in vision.named_parameters() if name.startswith("encoder.layer.0.")}
@@ -298,14 +291,26 @@ def test_a_second_derivative_is_refused(tokenizer, stand_in, everywhere):
         gradient.square().sum().backward()
 
 
-def test_the_kernels_get_rows_without_gaps(tokenizer, stand_in, everywhere, monkeypatch):
+def test_the_kernels_get_tensors_without_gaps(tokenizer, stand_in, everywhere, monkeypatch):
     fused, _ = pair(tokenizer, stand_in)
-    monkeypatch.setattr(FusedTower, "_layer", lambda self, layer, state, **_: (seen.append(state[0]), state)[1])
-    seen = []
+    called = set()
+
+    def checked(name, function):
+        def call(*args):
+            called.add(name)
+            assert all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)), name
+            return function(*args)
+
+        return call
+
+    names = {"add_norm", "add_norm_backward", "column_sums", "fold", "fold_backward", "gelu_backward"}
+    for name in names:
+        monkeypatch.setattr(tower, name, checked(name, getattr(tower, name)))
     width = fused.config.vision_config.hidden_size
-    fused.vision_modules[0].encoder(torch.randn(2, 17, 2 * width, dtype=torch.float64)[..., :width])
-    assert len(seen) == 2
-    assert all(rows.is_contiguous() for rows in seen)
+    hidden = torch.randn(2, 17, 2 * width, dtype=torch.float64)[..., :width]
+    features = fused.vision_modules[0].encoder(hidden).last_hidden_state
+    features.sum().backward()  # the gradient of a sum is one number, expanded
+    assert called == names
 
 
 def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
@@ -332,6 +337,11 @@ def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
         "another activation": lambda m: setattr(layer(m).mlp, "activation_fn", nn.GELU(approximate="tanh")),
         "dropout": lambda m: setattr(layer(m).attention, "attention_dropout", 0.1),
         "dropout of the MLP": lambda m: setattr(layer(m), "dropout", nn.Dropout(0.1)),
+        "dropout of the projection": lambda m: setattr(layer(m).attention, "projection_dropout", nn.Dropout(0.1)),
+        "a norm without bias": lambda m: setattr(layer(m), "layernorm_before", nn.LayerNorm(32, bias=False)),
+        "a linear layer without bias": lambda m: setattr(layer(m).mlp, "fc2", nn.Linear(64, 32, bias=False)),
+        "a bias of the query alone": lambda m: setattr(layer(m).attention.k_proj, "bias", None),
+        "no layer scale": lambda m: setattr(layer(m), "lambda_2", None),
         "a quantised weight": lambda m: setattr(layer(m).mlp.fc1, "weight", nn.Parameter(Quantised(64, 32))),
         "a weight computed before each call": lambda m: nn.utils.spectral_norm(layer(m).mlp.fc1),
     }

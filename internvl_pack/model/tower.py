@@ -284,6 +284,7 @@ def is_fusible(layer: nn.Module) -> bool:
     return (
         all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms)
         and all(type(linear) is nn.Linear for linear in linears)
+        and len({linear.bias is None for linear in linears[:3]}) == 1
         and all(linear.bias is not None for linear in linears[3:])
         and all(isinstance(norm, nn.Identity) for norm in (attention.q_norm, attention.k_norm))
         and isinstance(mlp.activation_fn, GELUActivation)
