@@ -392,8 +392,8 @@ for rows, width in ((37, 48), (130, 64), (1, 200), (67, 130)):
     x, y, g, h = torch.randn(4, rows, width)
     w, b, c = torch.randn(3, width)
     for branch, bias in ((y, c), (y, None), (None, None)):
-        check("add_norm", x, branch, bias, w, b, 1e-6)
-    _, _, means, scales = ops.add_norm(x, None, None, w, b, 1e-6)
+        check("add_norm", x, branch, bias, w, b, 0.01)
+    _, _, means, scales = ops.add_norm(x, None, None, w, b, 0.01)
     for stream in (h, None):
         check("add_norm_backward", g, stream, x, means, scales, w)
     for again in (True, False):
@@ -402,6 +402,11 @@ for rows, width in ((37, 48), (130, 64), (1, 200), (67, 130)):
     scale, bias, sums = torch.randn(3, rows)
     check("fold", x, bias, scale)
     check("fold_backward", g, sums, x, bias, scale)
+# What is normed is the sum as it is stored, however the interpreter rounds it.
+x, y = torch.randn(2, 5, 48).mul_(64).bfloat16()
+total, *normed = kernels.add_norm(x, y, c[:48], w[:48], b[:48], 1e-6)
+for one, two in zip(normed[1:], ops.add_norm(total, None, None, w[:48], b[:48], 1e-6)[2:], strict=True):
+    torch.testing.assert_close(one, two)
 print("as PyTorch")
 """
 
