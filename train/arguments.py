@@ -90,8 +90,8 @@ class ModelArguments:
     fused_vision: bool = option(
         True,
         "With --compile: the vision tower's layers with their gradients written out, where they are as in InternVL's "
-        "300M tower, the attention kernel is fa4 and weights are in half precision (--deepspeed with --bf16 or --fp16); "
-        "False leaves them to torch.compile.",
+        "300M tower, the attention kernel is fa4 and the weights are in half precision (with --deepspeed: --bf16 or "
+        "--fp16). False leaves them to torch.compile.",
     )
 
     def __post_init__(self) -> None:
