@@ -14,6 +14,7 @@ from model_samples import gradients, mixed_segments, packed_batch, relative_erro
 from torch import nn
 
 from internvl_pack.model import tower
+from internvl_pack.model.build import build_model
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.drop_path import add_drop_path
 from internvl_pack.model.kernels import KERNELS
@@ -21,6 +22,7 @@ from internvl_pack.model.parts import vision_layers
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.model.tile_attention import tile_kernel, use_tile_attention
 from internvl_pack.model.tower import FusedTower, fuse_tower, is_fusible
+from internvl_pack.tiny import save_tiny_checkpoint
 
 
 def attend(q, k, v, scale):
@@ -366,6 +368,20 @@ def test_the_log_says_which_layers_run(tokenizer, stand_in, caplog, monkeypatch)
         compile_blocks(model, backend="eager", fused_vision=False)
         compile_blocks(model, backend="eager")
         assert caplog.text.count("layers of the vision tower: fused") == 1
+
+
+@pytest.mark.parametrize(("recompute", "keeps"), [("none", True), ("language", True), ("all", False)])
+def test_gelu_is_kept_unless_all_layers_compute_it_again(tokenizer, stand_in, recompute, keeps):
+    model = tiny_packed(tokenizer)
+    compile_blocks(model, recompute=recompute, backend="eager")
+    assert model.vision_modules[0].encoder.forward.keep_gelu == keeps
+
+
+@pytest.mark.parametrize("fused_vision", [True, False])
+def test_the_option_reaches_the_tower(tokenizer, tmp_path, fused_vision):
+    save_tiny_checkpoint(tmp_path, tokenizer)
+    model = build_model(tmp_path, tokenizer=tokenizer, device="cpu", compile=True, fused_vision=fused_vision)
+    assert isinstance(model.vision_modules[0].encoder.forward, FusedTower) == fused_vision
 
 
 def test_names_of_attention_functions():
