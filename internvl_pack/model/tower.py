@@ -208,7 +208,7 @@ class FusedTower:
         from transformers.modeling_outputs import BaseModelOutput
 
         kernel, layers = tile_kernel(self.config._attn_implementation), cast(Any, self.encoder).layer
-        recorded = output_capturing._active_collector.get() or {}
+        recorded = _recorded()
         states: list[torch.Tensor | None] | None = recorded.get("hidden_states")
         last_alone = states is None or recorded.get("_hidden_states_layers") == {len(layers)}
         hooks = any(_has_hooks(module) for module in layers.modules())
@@ -299,6 +299,12 @@ def is_fusible(layer: nn.Module) -> bool:
 
 def _drops_nothing(module: nn.Module) -> bool:
     return isinstance(module, nn.Identity) or (type(module) is nn.Dropout and module.p == 0.0)
+
+
+def _recorded() -> dict[str, Any]:
+    """What transformers records of the call that is under way: lists by name, and which hidden states were asked for."""
+    collector = getattr(output_capturing, "_active_collector", None)  # private: another version may have none
+    return (collector.get() if collector is not None else None) or {}
 
 
 def _has_hooks(module: nn.Module) -> bool:
