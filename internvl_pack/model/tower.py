@@ -302,7 +302,7 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 
 def _recorded() -> dict[str, Any]:
-    """What transformers records of the call that is under way: lists by name, and which hidden states were asked for."""
+    """What transformers records of the call under way: lists by name, and which hidden states were asked for."""
     collector = getattr(output_capturing, "_active_collector", None)  # private: another version may have none
     return (collector.get() if collector is not None else None) or {}
 
