@@ -338,12 +338,30 @@ def test_varlen_runs_over_another_implementation_where_there_is_one(monkeypatch)
     monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
     assert "needs a PyTorch that knows FA4" in kernel.problem(device)
     monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"], raising=False)
-    assert kernel.problem(device) is None
 
-    activated = []
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append, raising=False)
-    monkeypatch.setattr(kernels, "varlen", lambda *row: row)
-    kernels._activate_flash_attention.cache_clear()
+    calls = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", calls.append, raising=False)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: calls.append("restored"), raising=False)
+    monkeypatch.setattr(kernels, "_varlen", lambda q, *row: q * 2)
+
+    def trial():
+        kernels._trial_of_varlen_over.cache_clear()
+        return kernels._trial_of_varlen_over("FA4", torch.device("cpu"))
+
+    assert trial() is None and calls == ["FA4", "restored"]
+
+    def mismatched(*row):
+        raise ValueError("too many values to unpack")
+
+    monkeypatch.setattr(kernels, "_varlen", mismatched)
+    assert trial().endswith("FA4 (ValueError: too many values to unpack): use --attn_kernel fa4")
+    assert calls == ["FA4", "restored"] * 2
+    kernels._trial_of_varlen_over.cache_clear()
+
+    calls.clear()
+    monkeypatch.setattr(kernels, "_varlen", lambda *row: row)
     assert kernel.run(1, 2, 3) == kernel.run(1, 2, 3) == (1, 2, 3)
-    assert activated == ["FA4"]
-    kernels._activate_flash_attention.cache_clear()
+    KERNELS["varlen_fa3"].run(1, 2, 3)
+    for _ in range(2):
+        KERNELS["varlen"].run(*range(7))
+    assert calls == ["FA4", "FA3", "restored"]

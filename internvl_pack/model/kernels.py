@@ -514,6 +514,19 @@ def varlen(
     window: int | None,
 ) -> torch.Tensor:
     """torch.nn.attention.varlen: the flash-attn 2 kernel inside torch; causal is a window of (-1, 0)."""
+    _use_flash_attention(None)
+    return _varlen(q, k, v, cu_seqlens, max_seqlen, scale, window)
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
     found = _varlen_attn()
     assert found is not None, "checked by _varlen_problem"
     attend, announce = found
@@ -529,15 +542,25 @@ def varlen_over(implementation: str, *row: Any) -> torch.Tensor:
 
     PyTorch keeps one choice for the whole process, so SDPA's flash backend follows it.
     """
-    _activate_flash_attention(implementation)
-    return varlen(*row)
+    _use_flash_attention(implementation)
+    return _varlen(*row)
 
 
-@functools.cache
-def _activate_flash_attention(implementation: str) -> None:
-    from torch.nn.attention import activate_flash_attention_impl
+_flash_attention_in_use: list[str] = []  # at most one: what was activated here
 
-    activate_flash_attention_impl(implementation)
+
+def _use_flash_attention(implementation: str | None) -> None:
+    """Activate FlashAttention 3 or 4 under torch's operations, or with None take back what was activated here."""
+    if _flash_attention_in_use == ([implementation] if implementation else []):
+        return
+    import torch.nn.attention
+
+    if implementation is None:
+        torch.nn.attention.restore_flash_attention_impl()
+        _flash_attention_in_use.clear()
+    else:
+        torch.nn.attention.activate_flash_attention_impl(implementation)
+        _flash_attention_in_use[:] = [implementation]
 
 
 def _left(window: int | None, max_seqlen: int) -> int:
@@ -603,6 +626,24 @@ def _varlen_over_problem(
         return "needs torch.nn.attention.activate_flash_attention_impl (torch 2.11 or newer): upgrade torch"
     if implementation not in list_flash_attention_impls():
         return f"needs a PyTorch that knows {implementation}: upgrade torch, or use --attn_kernel auto"
+    return _trial_of_varlen_over(implementation, device)
+
+
+@functools.cache
+def _trial_of_varlen_over(implementation: str, device: torch.device) -> str | None:
+    """Forward and backward of two short segments: versions of torch and of the implementation may not go together."""
+    try:
+        q = torch.zeros(24, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        boundaries = torch.tensor([0, 16, 24], dtype=torch.int32, device=device)
+        varlen_over(implementation, q, q, q, boundaries, 16, None, None).sum().backward()
+    except Exception as error:  # whatever a mismatch leads to
+        return (
+            f"does not run with this torch and {implementation} ({type(error).__name__}: {str(error)[:80]}): "
+            f"use --attn_kernel {implementation.lower()}"
+        )
+    finally:
+        if _flash_attention_in_use:
+            _use_flash_attention(None)
     return None
 
 
