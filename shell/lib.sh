@@ -53,7 +53,8 @@ ensure_python() {
       "$base" -m venv "$venv" || die "could not make $venv; on Debian: apt install python3-venv"
     fi
     rm -f "$venv/.installed"
-    if ! "$PY" -m pip install -q --disable-pip-version-check ${torch:+"$torch"} -e "${ROOT}[dev]" \
+    # Byte code is made by the first import of what is used: of all that is installed it takes half a minute.
+    if ! "$PY" -m pip install -q --no-compile --disable-pip-version-check ${torch:+"$torch"} -e "${ROOT}[dev]" \
       >"$venv/install.log" 2>&1; then
       grep -v 'is ignored' "$venv/install.log" | tail -n 25 >&2
       die "the installation failed; all of pip's output is in $venv/install.log"
