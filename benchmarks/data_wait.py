@@ -40,7 +40,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check import Table, versions
-from benchmarks.train_step import SHAPES, VISION
+from benchmarks.train_step import SHAPES, VISION, internvl_config
 from internvl_pack.model.tokenizers import image_token_id
 from internvl_pack.tiny import tiny_internvl_config
 
@@ -61,19 +61,10 @@ COLUMNS = (
 
 def model_config(tokenizer: Any, small: bool) -> Any:
     """InternVL3-1B's shape, or a tiny one, with this tokenizer's vocabulary and image token."""
-    from transformers import AutoConfig, InternVLConfig
-
     if small:
         return tiny_internvl_config(tokenizer, image_size=TILE)
     text = SHAPES["1b"] | {"vocab_size": max(len(tokenizer), SHAPES["1b"]["vocab_size"])}
-    return InternVLConfig(
-        vision_config=VISION | {"image_size": [TILE, TILE]},
-        text_config=AutoConfig.for_model("qwen2", **text),
-        image_token_id=image_token_id(tokenizer),
-        image_seq_length=(TILE // 28) ** 2,
-        downsample_ratio=0.5,
-        tie_word_embeddings=text["tie_word_embeddings"],
-    )
+    return internvl_config(VISION | {"image_size": [TILE, TILE]}, text, image_token_id(tokenizer))
 
 
 def write_checkpoint(directory: Path, tokenizer_dir: str, device_name: str) -> None:

@@ -77,21 +77,28 @@ SHAPES = {
 # --- models ---------------------------------------------------------------------------------------
 
 
+def internvl_config(vision: dict[str, Any], text: dict[str, Any], image_token: int) -> Any:
+    """InternViT's and Qwen2's settings as one model's; a token for each square of 28 pixels."""
+    from transformers import AutoConfig, InternVLConfig
+
+    return InternVLConfig(
+        vision_config=vision,
+        text_config=AutoConfig.for_model("qwen2", **text),
+        image_token_id=image_token,
+        image_seq_length=(vision["image_size"][0] // 28) ** 2,
+        downsample_ratio=0.5,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+
+
 def make_model(shape: str, device: torch.device, kernel: str, dtype: torch.dtype) -> PackedModel:
-    from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration
+    from transformers import InternVLForConditionalGeneration
 
     vision, image_token = dict(VISION), IMAGE_TOKEN
     if shape == "tiny":
         vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         vision["image_size"], image_token = [56, 56], 500
-    config = InternVLConfig(
-        vision_config=vision,
-        text_config=AutoConfig.for_model("qwen2", **SHAPES[shape]),
-        image_token_id=image_token,
-        image_seq_length=(vision["image_size"][0] // 28) ** 2,
-        downsample_ratio=0.5,
-        tie_word_embeddings=SHAPES[shape]["tie_word_embeddings"],
-    )
+    config = internvl_config(vision, SHAPES[shape], image_token)
     implementations = {"text_config": register_packed_attention(kernel, device, dtype), "vision_config": "sdpa"}
     torch.manual_seed(0)
     with device:

@@ -342,7 +342,7 @@ def test_varlen_runs_over_another_implementation_where_there_is_one(monkeypatch)
     calls = []
     monkeypatch.setattr(attention, "activate_flash_attention_impl", calls.append, raising=False)
     monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: calls.append("restored"), raising=False)
-    monkeypatch.setattr(kernels, "_varlen", lambda q, *row: q * 2)
+    monkeypatch.setattr(kernels, "_varlen_attn", lambda: (lambda q, *row, **options: q * 2, False))
 
     def trial():
         kernels._trial_of_varlen_over.cache_clear()
@@ -350,18 +350,19 @@ def test_varlen_runs_over_another_implementation_where_there_is_one(monkeypatch)
 
     assert trial() is None and calls == ["FA4", "restored"]
 
-    def mismatched(*row):
+    def mismatched(*row, **options):
         raise ValueError("too many values to unpack")
 
-    monkeypatch.setattr(kernels, "_varlen", mismatched)
+    monkeypatch.setattr(kernels, "_varlen_attn", lambda: (mismatched, False))
     assert trial().endswith("FA4 (ValueError: too many values to unpack): use --attn_kernel fa4")
     assert calls == ["FA4", "restored"] * 2
     kernels._trial_of_varlen_over.cache_clear()
 
     calls.clear()
-    monkeypatch.setattr(kernels, "_varlen", lambda *row: row)
-    assert kernel.run(1, 2, 3) == kernel.run(1, 2, 3) == (1, 2, 3)
-    KERNELS["varlen_fa3"].run(1, 2, 3)
+    monkeypatch.setattr(kernels, "_varlen_attn", lambda: (lambda *row, **options: row[:3], False))
+    row = (1, 2, 3, int32(0, 4), 4, None, None)
+    assert kernel.run(*row) == kernel.run(*row) == (1, 2, 3)
+    KERNELS["varlen_fa3"].run(*row)
     for _ in range(2):
-        KERNELS["varlen"].run(*range(7))
+        KERNELS["varlen"].run(*row)
     assert calls == ["FA4", "FA3", "restored"]

@@ -512,21 +512,14 @@ def varlen(
     max_seqlen: int,
     scale: float | None,
     window: int | None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
-    """torch.nn.attention.varlen: the flash-attn 2 kernel inside torch; causal is a window of (-1, 0)."""
-    _use_flash_attention(None)
-    return _varlen(q, k, v, cu_seqlens, max_seqlen, scale, window)
+    """torch.nn.attention.varlen: the flash-attn 2 kernel inside torch; causal is a window of (-1, 0).
 
-
-def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+    With an `implementation`, "FA3" or "FA4", over FlashAttention 3 or 4 instead. PyTorch keeps one choice for the whole
+    process, so SDPA's flash backend follows it.
+    """
+    _use_flash_attention(implementation)
     found = _varlen_attn()
     assert found is not None, "checked by _varlen_problem"
     attend, announce = found
@@ -535,15 +528,6 @@ def _varlen(
     return attend(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **grouped
     )
-
-
-def varlen_over(implementation: str, *row: Any) -> torch.Tensor:
-    """torch's varlen over FlashAttention 3 or 4, which PyTorch calls "FA3" and "FA4".
-
-    PyTorch keeps one choice for the whole process, so SDPA's flash backend follows it.
-    """
-    _use_flash_attention(implementation)
-    return _varlen(*row)
 
 
 _flash_attention_in_use: list[str] = []  # at most one: what was activated here
@@ -635,15 +619,14 @@ def _trial_of_varlen_over(implementation: str, device: torch.device) -> str | No
     try:
         q = torch.zeros(24, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
         boundaries = torch.tensor([0, 16, 24], dtype=torch.int32, device=device)
-        varlen_over(implementation, q, q, q, boundaries, 16, None, None).sum().backward()
+        varlen(q, q, q, boundaries, 16, None, None, implementation).sum().backward()
     except Exception as error:  # whatever a mismatch leads to
         return (
             f"does not run with this torch and {implementation} ({type(error).__name__}: {str(error)[:80]}): "
             f"use --attn_kernel {implementation.lower()}"
         )
     finally:
-        if _flash_attention_in_use:
-            _use_flash_attention(None)
+        _use_flash_attention(None)
     return None
 
 
@@ -691,7 +674,7 @@ for _name, _problem_of in (("fa3", _fa3_problem), ("fa4", _fa4_problem)):
     register_kernel(
         Kernel(
             name=f"varlen_{_name}",
-            run=functools.partial(varlen_over, _name.upper()),
+            run=functools.partial(varlen, implementation=_name.upper()),
             problem=functools.partial(_varlen_over_problem, _name.upper(), _problem_of),
             half_only=True,
         )

@@ -51,7 +51,7 @@ def select_loss_kernel(name: str, device: torch.device | str | None, dtype: torc
         return liger_loss_and_gradient
     if name == "liger":
         raise UserError(f"--loss_kernel liger: {problem}; use auto or torch")
-    logger.debug("loss kernel: torch, since %s", problem)
+    logger.info("loss kernel: torch (liger: %s)", problem)
     return loss_and_gradient
 
 

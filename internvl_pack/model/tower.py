@@ -211,8 +211,9 @@ class FusedTower:
         recorded = _recorded()
         states: list[torch.Tensor | None] | None = recorded.get("hidden_states")
         last_alone = states is None or recorded.get("_hidden_states_layers") == {len(layers)}
-        hooks = any(_has_hooks(module) for module in layers.modules())
-        if self.off or kernel is None or hooks or not last_alone or not _fits(hidden_states, self.encoder):
+        if self.off or kernel is None or not last_alone or not _fits(hidden_states, self.encoder):
+            return self.layers_as_they_are(hidden_states)
+        if any(_has_hooks(module) for module in layers.modules()):
             return self.layers_as_they_are(hidden_states)
         tiles, patches, width = hidden_states.shape
         state: State = (hidden_states.reshape(tiles * patches, width).contiguous(), None, None)
