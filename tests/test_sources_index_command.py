@@ -13,6 +13,7 @@ import pytest
 from internvl_pack.cli import main
 from internvl_pack.commands import index as command
 from internvl_pack.sources import jsonl, load_meta, open_source
+from internvl_pack.sources.content import PIECE_BYTES
 from internvl_pack.sources.index import SUFFIX
 
 
@@ -60,9 +61,10 @@ def test_one_index_lies_beside_each_file_and_is_used(folder, capsys):
 
 
 def test_workers_and_pieces_do_not_change_the_files(folder, monkeypatch):
+    (folder / "a.jsonl").write_bytes(b'\n{"id": "x"}\n' * 200_000)
     run(folder, "--workers", "0")
     alone = index_files(folder)
-    monkeypatch.setattr(jsonl, "PART_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "PART_BYTES", PIECE_BYTES)
     run(folder, "--workers", "0", "--force")
     assert index_files(folder) == alone
     run(folder, "--workers", "2", "--force")

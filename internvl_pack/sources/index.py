@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -30,11 +31,12 @@ from .refs import Stamp, system_path
 
 SUFFIX = ".ivp.idx"
 """Not plain `.idx`: other tools keep their own indexes under that name beside shards."""
-_MAGIC = b"INTERNVLPACK\0\1\r\n"
+_MAGIC = b"INTERNVLPACK\0\2\r\n"
 _END = b"IVPIDX\0\n"
 _TAIL = struct.Struct("<QQ8s")
 _ALIGN = 64
 _MAX_FOOTER = 256 << 20
+_MARK = re.compile("[0-9a-f]{32}")
 
 
 def index_path(data_path: str) -> str:
@@ -54,6 +56,14 @@ class IndexFile:
     stamp: Stamp
     columns: Mapping[str, np.ndarray]
     notes: Mapping[str, Any]
+
+    @property
+    def content(self) -> str:
+        """The data's content mark, which both kinds of indexes note. Raises BadIndexError where it is none."""
+        content = self.notes.get("content")
+        if not (isinstance(content, str) and _MARK.fullmatch(content)):
+            raise BadIndexError("is damaged")
+        return content
 
 
 def read_index(data_path: str, kind: str, stamp: Stamp, *, only: Sequence[str] | None = None) -> IndexFile | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
+from .content import PieceHashes, mark_of_pieces
 from .index import BadIndexError, IndexWriter, index_path, read_index
 from .refs import FolderResolver, Stamp, open_file, pread_all, read_at, stamp_of
 
@@ -52,24 +53,26 @@ class Part(NamedTuple):
     """The rows that start in one range of bytes.
 
     `low` uint32: low halves of their offsets; `before` {k: rows of the part before offset k * 2^32, for each k whose
-    multiple lies in the range}; `blank` uint64: for each blank line, the number of the part's rows before it.
+    multiple lies in the range}; `blank` uint64: for each blank line, the number of the part's rows before it; `pieces`:
+    hashes of its bytes, for the content mark, which wants parts that start at multiples of `content.PIECE_BYTES`.
     """
 
     low: np.ndarray
     before: dict[int, int]
     blank: np.ndarray
+    pieces: bytes
 
 
-def scan_lines(fd: int, start: int, stop: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def scan_lines(fd: int, start: int, stop: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, memoryview]]:
     """Line starts in bytes [start, stop) of a file of `size` bytes, a chunk at a time.
 
     Yields:
-        (rows, blank): offsets of the lines with content (uint64), and for each blank line how many of this
-        chunk's rows stand before it (int64).
+        (rows, blank, text): offsets of the lines with content (uint64), for each blank line how many of this
+        chunk's rows stand before it (int64), and the chunk's bytes until the next chunk is asked for.
     """
     position = start
-    if start == 0:
-        position = len(_BOM) if os.pread(fd, len(_BOM), 0) == _BOM else 0
+    if start == 0 and _has_bom(fd):
+        position = len(_BOM)
     buffer = np.empty(CHUNK_BYTES + 1, np.uint8)  # the byte before the chunk, then the chunk
     view = memoryview(buffer.data)
     first = start == 0
@@ -99,9 +102,13 @@ def scan_lines(fd: int, start: int, stop: int, size: int) -> Iterator[tuple[np.n
             gaps = np.searchsorted(rows, inside[blank])
         else:
             rows, gaps = inside, np.empty(0, np.int64)
-        yield rows.astype(np.uint64) + np.uint64(position), gaps
+        yield rows.astype(np.uint64) + np.uint64(position), gaps, view[1:have]
         position += length
         first = False
+
+
+def _has_bom(fd: int) -> bool:
+    return os.pread(fd, len(_BOM), 0) == _BOM
 
 
 def _is_blank(fd: int, text: bytes, at: int, base: int) -> bool:
@@ -125,11 +132,15 @@ def _is_blank(fd: int, text: bytes, at: int, base: int) -> bool:
 def scan_part(path: str, start: int, stop: int, size: int) -> Part:
     """Scan bytes [start, stop) of a file; parts of one file join to the scan of the whole."""
     lows, blanks = [], []
+    pieces = PieceHashes(start)
     before = {k: 0 for k in range((start >> 32) + 1, (min(stop, size) >> 32) + 1)}
     count = 0
     fd = open_file(path)
     try:
-        for rows, gaps in scan_lines(fd, start, stop, size):
+        if start == 0 and _has_bom(fd):
+            pieces.update(memoryview(_BOM))
+        for rows, gaps, text in scan_lines(fd, start, stop, size):
+            pieces.update(text)
             lows.append(rows.astype(np.uint32))  # keeps the low 32 bits
             blanks.append(gaps.astype(np.uint64) + np.uint64(count))
             for k in before:
@@ -141,17 +152,22 @@ def scan_part(path: str, start: int, stop: int, size: int) -> Part:
         np.concatenate(lows) if lows else np.empty(0, np.uint32),
         before,
         np.concatenate(blanks) if blanks else np.empty(0, np.uint64),
+        pieces.digest(),
     )
 
 
 @dataclass(frozen=True)
 class JsonlIndex:
-    """Where each row starts. `low` (rows,) uint32, `high` (size >> 32,) uint64, `blank` (blank lines,) uint64."""
+    """Where each row starts. `low` (rows,) uint32, `high` (size >> 32,) uint64, `blank` (blank lines,) uint64.
+
+    `content` is the mark of the file's bytes (`content_mark`).
+    """
 
     stamp: Stamp
     low: np.ndarray
     high: np.ndarray
     blank: np.ndarray
+    content: str
     from_file: bool = False
 
     def __len__(self) -> int:
@@ -172,7 +188,7 @@ def build_index(path: str, stamp: Stamp) -> JsonlIndex:
     """Index a file in memory."""
     part = scan_part(path, 0, stamp.size, stamp.size)
     high = np.array([part.before[k] for k in sorted(part.before)], np.uint64)
-    return JsonlIndex(stamp, part.low, high, part.blank)
+    return JsonlIndex(stamp, part.low, high, part.blank, mark_of_pieces(stamp.size, [part.pieces]))
 
 
 class JsonlIndexWriter:
@@ -181,6 +197,7 @@ class JsonlIndexWriter:
     def __init__(self, path: str, stamp: Stamp) -> None:
         self._stamp = stamp
         self._writer = IndexWriter(path, KIND, stamp, {"low": "u4", "high": "u8", "blank": "u8"})
+        self._pieces: list[bytes] = []
         self.num_rows = 0
 
     def add(self, part: Part) -> None:
@@ -188,10 +205,11 @@ class JsonlIndexWriter:
             self._writer.append("high", np.array([self.num_rows + part.before[k]], np.uint64))
         self._writer.append("blank", part.blank + np.uint64(self.num_rows))
         self._writer.append("low", part.low)
+        self._pieces.append(part.pieces)
         self.num_rows += len(part.low)
 
     def finish(self) -> None:
-        self._writer.finish({})
+        self._writer.finish({"content": mark_of_pieces(self._stamp.size, self._pieces)})
 
     def __enter__(self) -> JsonlIndexWriter:
         return self
@@ -211,7 +229,7 @@ def load_index(path: str, stamp: Stamp) -> JsonlIndex | None:
         return None
     if set(found.columns) != {"low", "high", "blank"} or len(found.columns["high"]) != stamp.size >> 32:
         raise BadIndexError("is damaged")
-    return JsonlIndex(stamp, **found.columns, from_file=True)
+    return JsonlIndex(stamp, **found.columns, content=found.content, from_file=True)
 
 
 def check_format(path: str, stamp: Stamp) -> None:
@@ -306,6 +324,11 @@ class JsonlSource(Source):
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def content(self) -> str:
+        """The mark of all bytes of the annotation file (`content_mark`)."""
+        return self._index.content
 
     def sample_id(self, row: int) -> str:
         return f"{self.name}/{row}"

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, parse_record
+from .content import PIECE_BYTES, new_hash
 from .index import BadIndexError, IndexWriter, read_index
 from .members import MemberResolver, image_names, members_of
 from .refs import Stamp, open_file, pread_all, stamp_of_open
@@ -195,7 +196,9 @@ class ShardIndex:
     """Members of each row by the position of their headers; names and sizes are read from there when needed.
 
     `first` (rows + 1,) uint32: each row's first place in `member`; `member` uint64; `status` (rows,) uint8;
-    `hashes` (rows,) uint64 of the keys, only to find keys that stand in two shards.
+    `hashes` (rows,) uint64 of the keys, only to find keys that stand in two shards. `content` is the shard's mark: a
+    hash of the names, places and sizes of all members that belong to a key, and of the bytes of the records. The bytes
+    of images are not read for it.
     """
 
     stamp: Stamp
@@ -203,6 +206,7 @@ class ShardIndex:
     member: np.ndarray
     status: np.ndarray
     hashes: np.ndarray | None
+    content: str
     damage: tuple[Damage, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -250,6 +254,7 @@ class _ShardScan:
         self.last_key: str | None = None
         self.num_skipped = 0
         self.first_skipped = ""
+        self.content = new_hash()
 
     def index(self) -> ShardIndex:
         self._walk()
@@ -265,6 +270,7 @@ class _ShardScan:
             np.array(rows.member, np.uint64),
             np.array(rows.status, np.uint8),
             np.array(rows.hashes, np.uint64),
+            self.content.hexdigest(),
             damage,
             tuple(self.warnings),
         )
@@ -312,6 +318,15 @@ class _ShardScan:
         if self.pending and entry.key != self.pending[0].key:
             self._close_run()
         self.pending.append(entry)
+        self._mark(member, entry)
+
+    def _mark(self, member: Member, entry: Entry) -> None:
+        """Add a member to the content mark. Most records lie in the window that was read for their header."""
+        self.content.update(f"{entry.path}\0{member.data}\0{member.size}\0".encode("utf-8", "surrogatepass"))
+        if entry.fault == OK and entry.ending.split(".")[-1] == "json":
+            end = member.data + min(member.size, MAX_RECORD_BYTES)
+            for position in range(member.data, end, PIECE_BYTES):
+                self.content.update(self.read(position, min(PIECE_BYTES, end - position)))
 
     def _close_run(self) -> None:
         if not self.pending:
@@ -483,7 +498,7 @@ def write_index(path: str) -> ShardIndex:
         damage = [[d.reason, d.position, d.text, d.near, d.lost] for d in index.damage]
         # messages name the shard by the path that it was indexed under; a moved shard has a new one
         warnings = [line.replace(path, "{path}") for line in index.warnings]
-        writer.finish({"rows": len(index), "damage": damage, "warnings": warnings})
+        writer.finish({"content": index.content, "damage": damage, "warnings": warnings})
     return index
 
 
@@ -507,6 +522,7 @@ def load_index(path: str, stamp: Stamp) -> ShardIndex | None:
             member,
             status,
             hashes,
+            found.content,
             tuple(Damage(*entry) for entry in found.notes["damage"]),
             tuple(line.replace("{path}", path) for line in found.notes["warnings"]),
         )

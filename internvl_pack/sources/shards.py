@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
+from .content import new_hash
 from .index import BadIndexError, index_path
 from .members import MemberResolver, image_names, members_of
 from .refs import Stamp, read_at, stamp_of
@@ -56,6 +57,7 @@ class ShardSource(Source):
         starts = [0]
         warnings: list[str] = []
         hashes: list[np.ndarray] = []
+        content = new_hash()
         unused: list[str] = []  # index files that cannot be used
         for path, label in zip(paths, _labels(paths), strict=True):
             try:
@@ -73,9 +75,11 @@ class ShardSource(Source):
             starts.append(starts[-1] + len(index))
             if starts[-1] <= _MAX_COMPARED_ROWS:
                 hashes.append(np.array(index.hashes))
-            kept = ShardIndex(index.stamp, index.first, index.member, index.status, None)
+            content.update(bytes.fromhex(index.content))
+            kept = ShardIndex(index.stamp, index.first, index.member, index.status, None, index.content)
             self._shards.append(_Shard(path, label, index.stamp, None if from_file is not None else kept))
         self._starts = np.array(starts, np.int64)
+        self._content = content.hexdigest()
         if len(self._shards) > 1 and starts[-1] <= _MAX_COMPARED_ROWS:
             warnings += self._keys_in_two_shards(np.concatenate(hashes))
         if unused:
@@ -89,6 +93,11 @@ class ShardSource(Source):
     @property
     def damage(self) -> Sequence[SampleError]:
         return self._damage
+
+    @property
+    def content(self) -> str:
+        """A hash of the shards' marks in order: records, and names, places and sizes of all members (`ShardIndex`)."""
+        return self._content
 
     @property
     def block_starts(self) -> Sequence[int]:
