@@ -27,8 +27,9 @@ if __package__ in (None, ""):
 
 from internvl_pack.commands.index import DataFile, index_files
 from internvl_pack.sources import jsonl, shard_index
+from internvl_pack.sources.files import stamp_of
+from internvl_pack.sources.index import index_path
 from internvl_pack.sources.jsonl import JsonlSource
-from internvl_pack.sources.refs import stamp_of
 from internvl_pack.sources.shards import ShardSource
 
 WORDS = [f"word{i}" for i in range(2000)]
@@ -117,7 +118,7 @@ def seconds(work: Callable[[], object], *, repeat: int = 3) -> float:
 def rss_growth(path: str) -> float:
     """MB that a process grows by while it indexes a file and keeps the index."""
     JsonlSource("warm", str(Path(__file__).with_name("real_mix_a.csv")))  # so that only the index counts
-    Path(path + ".ivp.idx").unlink()
+    Path(index_path(path)).unlink()
     before = rss_mb()
     source = JsonlSource("bench", path)
     assert len(source)

@@ -48,7 +48,7 @@ class SampleError(ValueError):
 
 
 class FarAwayError(Exception):
-    """Data would have to be fetched from a server where only what is near may be read; see `refs.only_near`."""
+    """Data would have to be fetched from a server where only what is near may be read; see `addresses.only_near`."""
 
 
 _traces: ContextVar[bool] = ContextVar("_traces", default=True)

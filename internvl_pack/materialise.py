@@ -30,7 +30,7 @@ from .preset import PRESET, PlannedFragment, Preset, file_facts, group_starts, w
 from .records import Record
 from .scan import arrow_schema, parallel, parquet
 from .sources import DatasetSpec, SliceRef, Source
-from .sources.refs import stamp_of
+from .sources.files import stamp_of
 from .stream import make_segment
 
 TOKENS = "tokens.parquet"

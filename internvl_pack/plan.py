@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .dataset import PackedDataset
 from .errors import FarAwayError, SampleError
-from .sources.refs import only_near
+from .sources.addresses import only_near
 from .stream import Contents
 
 EXACT_SAMPLES = 20_000  # samples planned in full, over all epochs: some ten seconds

@@ -27,7 +27,7 @@ from .packing.offline import OFFLINE_POLICIES
 from .records import Fragment
 from .scan import parquet
 from .sources import DatasetSpec, Source
-from .sources.refs import system_path
+from .sources.addresses import system_path
 
 VERSION = 1
 PRESET = "preset.json"

@@ -22,8 +22,8 @@ from .packing.cost import CostModel
 from .packing.policies import BALANCED
 from .records import Fragment
 from .sources import DatasetSpec, Source
+from .sources.addresses import is_remote, only_near
 from .sources.mixture import Mixture, MixturePart
-from .sources.refs import is_remote, only_near
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from ..errors import UserError
 from ..sources import jsonl, shard_index
-from ..sources.index import BadIndexError, read_index
+from ..sources.files import Stamp, stamp_of
+from ..sources.index import BadIndexError
 from ..sources.meta import DatasetSpec, load_meta
-from ..sources.refs import Stamp, stamp_of
 from ._options import add_workers, num_workers
 
 HELP = "Index the annotation files and shards of a meta file, one index file beside each."
@@ -100,8 +100,9 @@ def data_files(specs: Sequence[DatasetSpec]) -> list[DataFile]:
 
 def is_current(file: DataFile) -> bool:
     """Whether a usable index lies beside a file."""
+    kind = jsonl if file.kind == jsonl.KIND else shard_index
     try:
-        return read_index(file.path, file.kind, file.stamp, only=()) is not None
+        return kind.load_index(file.path, file.stamp) is not None
     except BadIndexError:
         return False
 

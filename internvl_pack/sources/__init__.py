@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .base import RawSample, Source
+from .image_refs import FileRef, ImageRef, SliceRef
 from .meta import DatasetSpec, load_meta
-from .refs import FileRef, ImageRef, SliceRef
 from .registry import known_sources, open_registered, register_source
 
 __all__ = [

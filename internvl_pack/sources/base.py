@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import SampleError
 from .content import new_hash
-from .refs import ImageRef
+from .image_refs import ImageRef
 
 logger = logging.getLogger(__name__)
 

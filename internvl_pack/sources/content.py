@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from .refs import open_file, stamp_of_open
+from .files import open_file, stamp_of_open
 
 PIECE_BYTES = 1 << 20
 _DIGEST_BYTES = 16

@@ -28,7 +28,7 @@ import numpy as np
 from ..errors import SampleError, UserError
 from .base import RawSample, Source, own_id
 from .content import new_hash
-from .refs import MAX_IMAGE_BYTES, FileRef, FolderResolver, ImageRef
+from .image_refs import MAX_IMAGE_BYTES, FileRef, FolderResolver, ImageRef
 
 _FINGERPRINT_ROWS = 16
 _IMAGE_KEYS = ("image", "images")

@@ -1,42 +1,40 @@
 """Index files: columns of numbers beside a data file, read through a memory map that all processes share.
 
-Layout of `<file>.ivp.idx`, little-endian:
+`<file>.internvl_pack.arrow` is an Arrow IPC file of one row, whose columns are lists of unsigned integers. The schema's
+metadata holds, as JSON, the kind, the size and mtime_ns of the data file, notes, and a checksum of all of it.
 
-    16 bytes   magic with the format's version
-    columns    raw arrays, each from a multiple of 64 bytes
-    footer     JSON: kind, the data file's size and mtime_ns, columns {name: [dtype, count, offset]}, notes
-    24 bytes   offset and length of the footer (uint64 each), closing magic
-
-An index is used only while the data file has the size and time of change that it was built from. The closing magic
-is written last and the file is renamed into place, so that a half-written index is never taken for one.
+An index is used only while the data file has the size and time of change that it was built from. It is renamed into
+place when it is whole. Since it is taken up by itself wherever it lies, nothing in it is believed: columns of other
+names, types or lengths, and what Arrow's own validation or the checksum refuses, make it a bad index. What the numbers
+mean is for the kinds to check.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
-import shutil
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from .refs import Stamp, system_path
+from .content import new_hash
+from .files import Stamp, system_path
 
-SUFFIX = ".ivp.idx"
-"""Not plain `.idx`: other tools keep their own indexes under that name beside shards."""
-_MAGIC = b"INTERNVLPACK\0\2\r\n"
-_END = b"IVPIDX\0\n"
-_TAIL = struct.Struct("<QQ8s")
-_ALIGN = 64
-_MAX_FOOTER = 256 << 20
+SUFFIX = ".internvl_pack.arrow"
+_KEY = b"internvl_pack"
+_VERSION = 3
+_MAGIC = b"ARROW1"  # at both ends of an Arrow IPC file
+_MAX_SCHEMA_BYTES = 4 << 20  # notes included
 _MARK = re.compile("[0-9a-f]{32}")
+_BLOCK = 1 << 20  # numbers that are checked at a time
 
 
 def index_path(data_path: str) -> str:
@@ -50,82 +48,127 @@ class BadIndexError(Exception):
 
 @dataclass(frozen=True)
 class IndexFile:
-    """An opened index: memory-mapped columns and what was noted beside them."""
+    """An opened index: memory-mapped columns, what was noted beside them, and the data's content mark."""
 
-    kind: str
-    stamp: Stamp
     columns: Mapping[str, np.ndarray]
     notes: Mapping[str, Any]
-
-    @property
-    def content(self) -> str:
-        """The data's content mark, which both kinds of indexes note. Raises BadIndexError where it is none."""
-        content = self.notes.get("content")
-        if not (isinstance(content, str) and _MARK.fullmatch(content)):
-            raise BadIndexError("is damaged")
-        return content
+    content: str
 
 
-def read_index(data_path: str, kind: str, stamp: Stamp, *, only: Sequence[str] | None = None) -> IndexFile | None:
+def read_index(data_path: str, kind: str, stamp: Stamp, columns: Mapping[str, str]) -> IndexFile | None:
     """The index beside `data_path`, or None where there is none.
 
     Args:
         kind: the kind of data it must have been built for.
         stamp: the data file as it is now.
-        only: names of the columns to map; all for None.
+        columns: names and types (numpy's, such as `u4`) that it must have.
 
     Raises:
         BadIndexError: it is stale, damaged, of another version or kind, or unreadable.
     """
-    path = index_path(data_path)
     try:
-        file = open(system_path(path), "rb")  # noqa: SIM115 - closed below, the map keeps its own descriptor
+        fd = os.open(system_path(index_path(data_path)), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise BadIndexError(f"cannot be read: {error.strerror}") from None
-    with file:
-        footer = _read_footer(file)
-        found = Stamp(footer["size"], footer["mtime_ns"])
-        if footer["kind"] != kind:
-            raise BadIndexError(f"was built for {footer['kind']}, not {kind}")
-        if found != stamp:
-            raise BadIndexError("is older than the data, which has changed since")
-        columns = {}
-        for name, (dtype, count, offset) in footer["columns"].items():
-            if only is not None and name not in only:
-                continue
-            if count == 0:
-                columns[name] = np.empty(0, dtype)
-            else:
-                mapped = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
-                columns[name] = np.asarray(mapped)  # the plain array over it is quicker to take numbers from
-    return IndexFile(kind, found, columns, footer["notes"])
-
-
-def _read_footer(file: Any) -> dict[str, Any]:
-    size = os.fstat(file.fileno()).st_size
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise BadIndexError("is of another program or version")
-    if size < len(_MAGIC) + _TAIL.size:
-        raise BadIndexError("is cut")
-    file.seek(size - _TAIL.size)
-    offset, length, end = _TAIL.unpack(file.read(_TAIL.size))
-    if end != _END or length > _MAX_FOOTER or offset + length + _TAIL.size != size:
-        raise BadIndexError("is cut or damaged")
-    file.seek(offset)
     try:
-        footer = json.loads(file.read(length))
-        for dtype, count, start in footer["columns"].values():
-            if start < len(_MAGIC) or count < 0 or start + np.dtype(dtype).itemsize * count > offset:
-                raise BadIndexError("is damaged")
-        if not (isinstance(footer["size"], int) and isinstance(footer["mtime_ns"], int)):
-            raise BadIndexError("is damaged")
-        if not (isinstance(footer["kind"], str) and isinstance(footer["notes"], dict)):
-            raise BadIndexError("is damaged")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        raise BadIndexError("is empty or cannot be mapped") from None
+    finally:
+        os.close(fd)
+    import pyarrow  # here, since it costs a tenth of a second and data without an index needs none of it
+
+    rubbish = (pyarrow.ArrowException, OSError, EOFError, StopIteration, MemoryError)  # what Arrow raises for it
+    try:
+        return _read(mapped, kind, stamp, columns)
+    except (*rubbish, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
         raise BadIndexError("is damaged") from None
-    return footer
+
+
+def _read(mapped: mmap.mmap, kind: str, stamp: Stamp, columns: Mapping[str, str]) -> IndexFile:
+    """As `read_index`. Raises what Arrow, json and struct raise for rubbish."""
+    import pyarrow as pa
+
+    if mapped[: len(_MAGIC)] != _MAGIC:
+        raise BadIndexError("is of another program or version")
+    if mapped[-len(_MAGIC) :] != _MAGIC:
+        raise BadIndexError("is cut")
+    _, length = struct.unpack_from("<Ii", mapped, 8)
+    if length > _MAX_SCHEMA_BYTES:
+        raise BadIndexError("is damaged")
+    source = pa.BufferReader(pa.py_buffer(mapped))
+    source.seek(8)  # what an Arrow IPC file holds is a stream, its footer a copy of the schema and positions
+    messages = pa.ipc.MessageReader.open_stream(source)
+    schema = pa.ipc.read_schema(messages.read_next_message())
+    head = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
+    if head.get("version") != _VERSION:
+        raise BadIndexError("is of another program or version")
+    if head["kind"] != kind:
+        raise BadIndexError(f"was built for {head['kind']!r:.20}, not {kind}")
+    if not all(type(head[name]) is int for name in ("size", "mtime_ns")):
+        raise BadIndexError("is damaged")
+    if Stamp(head["size"], head["mtime_ns"]) != stamp:
+        raise BadIndexError("is older than the data, which has changed since")
+    if not schema.equals(_schema(columns)):
+        raise BadIndexError("is damaged")
+    message = messages.read_next_message()
+    if message.type != "record batch" or _is_compressed(message.metadata):
+        raise BadIndexError("is damaged")
+    batch = pa.ipc.read_record_batch(message, schema)
+    batch.validate(full=True)
+    if len(batch) != 1 or any(column.null_count for column in batch.columns):
+        raise BadIndexError("is damaged")
+    arrays = {name: batch.column(name).flatten().to_numpy(zero_copy_only=True) for name in columns}
+    notes, content = head["notes"], head["content"]
+    if not (isinstance(notes, dict) and isinstance(content, str) and _MARK.fullmatch(content)):
+        raise BadIndexError("is damaged")
+    if _checksum({**head, "checksum": None}, arrays) != head["checksum"]:
+        raise BadIndexError("is damaged")
+    return IndexFile(arrays, notes, content)
+
+
+def _schema(columns: Mapping[str, str]) -> Any:
+    import pyarrow as pa
+
+    return pa.schema([(name, pa.large_list(pa.from_numpy_dtype(np.dtype(dtype)))) for name, dtype in columns.items()])
+
+
+def _is_compressed(metadata: Any) -> bool:
+    """Whether a record batch's buffers are compressed: ours never are, and a few bytes may unpack to any size.
+
+    Follows Arrow's format/Message.fbs: the table `Message` has its header as field 2, `RecordBatch` its compression as
+    field 3. Arrow has verified the flatbuffer by now.
+    """
+    data = memoryview(metadata)
+
+    def field(table: int, number: int) -> int:
+        """Where a field of a table is, 0 if it is absent."""
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        length = struct.unpack_from("<H", data, vtable)[0]
+        offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if 4 + 2 * number < length else 0
+        return table + offset if offset else 0
+
+    def table_at(place: int) -> int:
+        return place + struct.unpack_from("<I", data, place)[0]
+
+    return bool(field(table_at(field(table_at(0), 2)), 3))
+
+
+def _checksum(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    digest = new_hash()
+    digest.update(json.dumps(head, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def is_increasing(values: np.ndarray, *, strictly: bool = False) -> bool:
+    """Whether numbers never fall, or always rise. Flat in memory."""
+    compare = np.greater if strictly else np.greater_equal
+    blocks: Iterable[np.ndarray] = (values[start : start + _BLOCK + 1] for start in range(0, len(values), _BLOCK))
+    return all(compare(block[1:], block[:-1]).all() for block in blocks)
 
 
 class IndexWriter:
@@ -134,14 +177,12 @@ class IndexWriter:
     Use as a context manager; without `finish` nothing is left behind.
 
     Raises:
-        UserError: the folder cannot be written, or a file by the index's name belongs to something else.
+        UserError: the folder cannot be written.
     """
 
     def __init__(self, data_path: str, kind: str, stamp: Stamp, columns: Mapping[str, str]) -> None:
         self._path = system_path(index_path(data_path))
-        self._kind, self._stamp = kind, stamp
-        self._dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in columns.items()}
-        self._counts = dict.fromkeys(columns, 0)
+        self._kind, self._stamp, self._columns = kind, stamp, columns
         folder = os.path.dirname(self._path) or b"."
         try:
             descriptor, self._temporary = tempfile.mkstemp(
@@ -153,29 +194,39 @@ class IndexWriter:
             raise UserError(f"cannot write an index beside {data_path}: {error.strerror}") from None
 
     def append(self, name: str, values: np.ndarray) -> None:
-        self._counts[name] += len(values)
-        self._spools[name].write(np.ascontiguousarray(values, self._dtypes[name]).data)
+        self._spools[name].write(np.ascontiguousarray(values, self._columns[name]).data)
 
-    def finish(self, notes: Mapping[str, Any]) -> None:
-        """Put the columns together and rename the file into place."""
-        self._file.write(_MAGIC)
-        columns = {}
-        for name, spool in self._spools.items():
-            self._file.write(bytes(-self._file.tell() % _ALIGN))
-            columns[name] = (self._dtypes[name].str, self._counts[name], self._file.tell())
-            spool.seek(0)
-            shutil.copyfileobj(spool, self._file, 1 << 20)
-        footer = {"kind": self._kind, "size": self._stamp.size, "mtime_ns": self._stamp.mtime_ns}
-        raw = json.dumps({**footer, "columns": columns, "notes": dict(notes)}).encode()
-        offset = self._file.tell()
-        self._file.write(raw)
-        self._file.write(_TAIL.pack(offset, len(raw), _END))
+    def finish(self, notes: Mapping[str, Any], *, content: str) -> None:
+        """Put the columns together and rename the file into place.
+
+        Args:
+            content: the data's content mark.
+        """
+        import pyarrow as pa
+
+        arrays = {name: self._spooled(name) for name in self._columns}
+        head = {"version": _VERSION, "kind": self._kind, **self._stamp._asdict(), "content": content}
+        head |= {"notes": dict(notes), "checksum": None}
+        head["checksum"] = _checksum(json.loads(json.dumps(head)), arrays)
+        schema = _schema(self._columns)
+        columns = [pa.LargeListArray.from_arrays([0, len(array)], pa.array(array)) for array in arrays.values()]
+        schema = schema.with_metadata({_KEY: json.dumps(head).encode()})
+        with pa.ipc.new_file(self._file, schema) as writer:
+            writer.write_batch(pa.record_batch(columns, schema=schema))
         self._file.flush()
         os.fsync(self._file.fileno())
         os.fchmod(self._file.fileno(), 0o666 & ~_umask())
         self._close()
         os.replace(self._temporary, self._path)
         self._temporary = b""
+
+    def _spooled(self, name: str) -> np.ndarray:
+        """A column as it was appended, mapped rather than read."""
+        spool = self._spools[name]
+        spool.flush()
+        if not spool.tell():
+            return np.empty(0, self._columns[name])
+        return np.memmap(spool, self._columns[name], "r")
 
     def _close(self) -> None:
         self._file.close()

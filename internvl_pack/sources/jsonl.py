@@ -14,19 +14,23 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SampleError, UserError
+from .addresses import pread_all
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
 from .content import PieceHashes, mark_of_pieces
-from .index import BadIndexError, IndexWriter, index_path, read_index
-from .refs import FolderResolver, Stamp, open_file, pread_all, read_at, stamp_of
+from .files import Stamp, open_file, read_at, stamp_of
+from .image_refs import FolderResolver
+from .index import BadIndexError, IndexWriter, index_path, is_increasing, read_index
 
 logger = logging.getLogger(__name__)
 
 KIND = "jsonl"
+COLUMNS = {"low": "u4", "high": "u8", "blank": "u8"}
 CHUNK_BYTES = 1 << 20
 PART_BYTES = 64 << 20
 """A piece of a large file that one worker of `internvl-pack index` scans at a time."""
@@ -196,7 +200,7 @@ class JsonlIndexWriter:
 
     def __init__(self, path: str, stamp: Stamp) -> None:
         self._stamp = stamp
-        self._writer = IndexWriter(path, KIND, stamp, {"low": "u4", "high": "u8", "blank": "u8"})
+        self._writer = IndexWriter(path, KIND, stamp, COLUMNS)
         self._pieces: list[bytes] = []
         self.num_rows = 0
 
@@ -209,7 +213,7 @@ class JsonlIndexWriter:
         self.num_rows += len(part.low)
 
     def finish(self) -> None:
-        self._writer.finish({"content": mark_of_pieces(self._stamp.size, self._pieces)})
+        self._writer.finish({}, content=mark_of_pieces(self._stamp.size, self._pieces))
 
     def __enter__(self) -> JsonlIndexWriter:
         return self
@@ -224,12 +228,26 @@ def load_index(path: str, stamp: Stamp) -> JsonlIndex | None:
     Raises:
         BadIndexError: it cannot be used.
     """
-    found = read_index(path, KIND, stamp)
+    found = read_index(path, KIND, stamp, COLUMNS)
     if found is None:
         return None
-    if set(found.columns) != {"low", "high", "blank"} or len(found.columns["high"]) != stamp.size >> 32:
+    index = JsonlIndex(stamp, **found.columns, content=found.content, from_file=True)
+    if not _is_sound(index):
         raise BadIndexError("is damaged")
-    return JsonlIndex(stamp, **found.columns, content=found.content, from_file=True)
+    return index
+
+
+def _is_sound(index: JsonlIndex) -> bool:
+    """Whether an index could be of a file of that size: rows rise and lie within it. Whether lines start there shows
+    when they are read."""
+    rows, size = len(index), index.stamp.size
+    if len(index.high) != size >> 32 or not (is_increasing(index.high) and is_increasing(index.blank)):
+        return False
+    if any(len(counts) and counts[-1] > rows for counts in (index.high, index.blank)):
+        return False
+    bounds = [0, *index.high.tolist(), rows]
+    within = all(is_increasing(index.low[a:b], strictly=True) for a, b in pairwise(bounds))
+    return within and (not rows or index.start(rows - 1) < size)
 
 
 def check_format(path: str, stamp: Stamp) -> None:
@@ -354,6 +372,8 @@ class JsonlSource(Source):
         raw = raw[before:]
         end = raw.find(b"\n")  # blank lines may follow up to the next row
         if end >= 0:
+            if raw[end:].strip(_BLANK):
+                raise self._misplaced(origin)
             raw = raw[:end]
         elif len(raw) > MAX_RECORD_BYTES:
             raise SampleError("record_too_long", f"more than {MAX_RECORD_BYTES} bytes without a line end", origin)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import SampleError
-from .refs import ImageRef, SliceRef, Stamp
+from .files import Stamp
+from .image_refs import ImageRef, SliceRef
 from .tar import DamagedHeaderError, Reader, read_member
 
 IMAGE_ENDINGS = frozenset({

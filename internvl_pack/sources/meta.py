@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
-from .refs import is_remote, system_path
+from .addresses import is_remote, system_path
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from ..errors import UserError
 from ..plugins import VARIABLE, add_to, load_plugins
+from .addresses import is_remote
 from .base import Source
 from .hf import open_saved_dataset
 from .meta import DatasetSpec
-from .refs import is_remote
 
 PATH_OPTIONS = ("path", "root")
 """Options that are paths: relative ones stand against the meta file's folder."""

@@ -22,18 +22,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from ..errors import SampleError, UserError
-from .refs import MAX_IMAGE_BYTES, about_to_ask
+from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -411,54 +409,3 @@ def mark_of(address: str) -> int:
         known = json.load(file)
     marks = sorted((k, v) for k, v in known.items() if k not in ("size", "address"))
     return int.from_bytes(hashlib.blake2b(repr(marks).encode(), digest_size=7).digest(), "little") if marks else 0
-
-
-# --- images and videos
-
-
-@dataclass(frozen=True)
-class RemoteRef:
-    """An image or video that is a file of its own at an address."""
-
-    address: str
-
-    @property
-    def name(self) -> str:
-        return self.address
-
-    def read(self) -> bytes:
-        return self._read(None)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self._read(num_bytes)
-
-    def open(self) -> BinaryIO:
-        """Videos are copied whole: players jump about in them."""
-        about_to_ask(self.address)
-        with self._failures():
-            if keeps_images():
-                return open(copy_of(self.address), "rb")
-        return io.BytesIO(self.read())
-
-    def _read(self, num_bytes: int | None) -> bytes:
-        about_to_ask(self.address)
-        with self._failures():
-            if keeps_images():
-                with open(copy_of(self.address), "rb") as file:
-                    data = file.read(MAX_IMAGE_BYTES + 1 if num_bytes is None else num_bytes)
-            else:
-                data = fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
-        if len(data) > MAX_IMAGE_BYTES:
-            raise SampleError("image_too_many_bytes", f"{self.address}: more than {MAX_IMAGE_BYTES} bytes")
-        if not data:
-            raise SampleError("image_empty", f"{self.address} has 0 bytes")
-        return data
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RemoteError as error:
-            raise SampleError("image_missing" if error.gone else "image_unreachable", str(error.strerror)) from None
-        except NoStoreError as error:  # one stray address must not end a run
-            raise SampleError("remote_not_supported", str(error)) from None

@@ -17,18 +17,19 @@ import hashlib
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from ..errors import SampleError, UserError
+from .addresses import pread_all
 from .base import MAX_RECORD_BYTES, parse_record
 from .content import PIECE_BYTES, new_hash
-from .index import BadIndexError, IndexWriter, read_index
+from .files import Stamp, open_file, stamp_of_open
+from .index import BadIndexError, IndexWriter, is_increasing, read_index
 from .members import MemberResolver, image_names, members_of
-from .refs import Stamp, open_file, pread_all, stamp_of_open
 from .tar import (
     BLOCK,
     FOLDERS_AND_LABELS,
@@ -41,6 +42,7 @@ from .tar import (
 )
 
 KIND = "tar"
+COLUMNS = {"first": "u4", "member": "u8", "status": "u1", "hashes": "u8"}
 _ZEROS_BYTES = 1 << 20
 MAX_DAMAGE = 1000
 """Damaged places of one shard beyond which the rest of it is given up."""
@@ -491,14 +493,13 @@ def scan_shard(path: str) -> ShardIndex:
 def write_index(path: str) -> ShardIndex:
     """Index one shard and write the index file beside it."""
     index = scan_shard(path)
-    columns = {"first": "u4", "member": "u8", "status": "u1", "hashes": "u8"}
-    with IndexWriter(path, KIND, index.stamp, columns) as writer:
-        for name in columns:
+    with IndexWriter(path, KIND, index.stamp, COLUMNS) as writer:
+        for name in COLUMNS:
             writer.append(name, getattr(index, name))
         damage = [[d.reason, d.position, d.text, d.near, d.lost] for d in index.damage]
         # messages name the shard by the path that it was indexed under; a moved shard has a new one
         warnings = [line.replace(path, "{path}") for line in index.warnings]
-        writer.finish({"content": index.content, "damage": damage, "warnings": warnings})
+        writer.finish({"damage": damage, "warnings": warnings}, content=index.content)
     return index
 
 
@@ -508,23 +509,43 @@ def load_index(path: str, stamp: Stamp) -> ShardIndex | None:
     Raises:
         BadIndexError: it cannot be used.
     """
-    found = read_index(path, KIND, stamp)
+    found = read_index(path, KIND, stamp, COLUMNS)
     if found is None:
         return None
-    try:
-        first, member, status, hashes = (found.columns[name] for name in ("first", "member", "status", "hashes"))
-        rows = len(status)
-        if len(first) != rows + 1 or int(first[-1]) != len(member) or len(hashes) != rows:
-            raise BadIndexError("is damaged")
-        return ShardIndex(
-            stamp,
-            first,
-            member,
-            status,
-            hashes,
-            found.content,
-            tuple(Damage(*entry) for entry in found.notes["damage"]),
-            tuple(line.replace("{path}", path) for line in found.notes["warnings"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise BadIndexError("is damaged") from None
+    damage, warnings = found.notes.get("damage"), found.notes.get("warnings")
+    if not (_is_sound(stamp, found.columns) and _are_damage(damage) and _are_texts(warnings)):
+        raise BadIndexError("is damaged")
+    return ShardIndex(
+        stamp,
+        **found.columns,
+        content=found.content,
+        damage=tuple(Damage(*entry) for entry in damage),
+        warnings=tuple(line.replace("{path}", path) for line in warnings),
+    )
+
+
+def _is_sound(stamp: Stamp, columns: Mapping[str, np.ndarray]) -> bool:
+    """Whether every row has members, and every member starts within the shard. Whether headers do shows when read."""
+    first, member, status, hashes = (columns[name] for name in COLUMNS)
+    if not len(first) == len(status) + 1 == len(hashes) + 1 or first[0] != 0 or first[-1] != len(member):
+        return False
+    if len(member) and member.max() >= stamp.size:
+        return False
+    return is_increasing(first, strictly=True) and bool(np.isin(status, [OK, *REASONS]).all())
+
+
+def _are_texts(found: Any) -> TypeGuard[list[str]]:
+    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+
+
+def _are_damage(found: Any) -> TypeGuard[list[list[Any]]]:
+    """Whether these are the fields of `Damage`, from JSON."""
+    return isinstance(found, list) and all(
+        isinstance(each, list)
+        and len(each) == 5
+        and _are_texts([each[0], each[2]])
+        and type(each[1]) is int
+        and isinstance(each[3], str | None)
+        and _are_texts(each[4])
+        for each in found
+    )

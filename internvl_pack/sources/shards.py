@@ -17,9 +17,9 @@ import numpy as np
 from ..errors import SampleError, UserError
 from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
 from .content import new_hash
+from .files import Stamp, read_at, stamp_of
 from .index import BadIndexError, index_path
 from .members import MemberResolver, image_names, members_of
-from .refs import Stamp, read_at, stamp_of
 from .shard_index import DUPLICATE, OK, REASONS, ShardIndex, entry_of, load_index, row_key, scan_shard
 from .tar import DamagedHeaderError, Reader, read_member, windowed
 

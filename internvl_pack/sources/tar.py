@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .refs import pread_all
+from .addresses import pread_all
 
 BLOCK = 512
 LINKS_AND_DEVICES = b"12346M"

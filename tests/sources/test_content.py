@@ -13,9 +13,10 @@ import pytest
 from internvl_pack.sources import jsonl, shard_index
 from internvl_pack.sources.base import RawSample, Source
 from internvl_pack.sources.content import PIECE_BYTES, content_mark
+from internvl_pack.sources.files import stamp_of
 from internvl_pack.sources.hf import DatasetSource
+from internvl_pack.sources.image_refs import FolderResolver
 from internvl_pack.sources.jsonl import JsonlSource
-from internvl_pack.sources.refs import FolderResolver, stamp_of
 from internvl_pack.sources.shards import ShardSource
 
 LINES = [b'{"id": "a%04d"}\n' % row for row in range(2000)]

@@ -20,8 +20,9 @@ from internvl_pack import Encoder, PackedDataset, PackingConfig, SampleError, Us
 from internvl_pack.cli import main
 from internvl_pack.plan import plan_epochs
 from internvl_pack.sources import load_meta, open_source, remote
-from internvl_pack.sources.refs import SliceRef, Stamp
-from internvl_pack.sources.remote import RemoteError, RemoteRef, copy_of, fetch
+from internvl_pack.sources.files import Stamp
+from internvl_pack.sources.image_refs import RemoteRef, SliceRef
+from internvl_pack.sources.remote import RemoteError, copy_of, fetch
 from internvl_pack.validate import Checker, validate
 
 pytest.importorskip("requests")

@@ -18,7 +18,8 @@ from factory import TINY, write_jsonl, write_meta, write_shards
 from internvl_pack import PackedDataset, PackingConfig, SampleError, UserError, build_loader
 from internvl_pack.cli import main
 from internvl_pack.sources import load_meta, open_source, remote
-from internvl_pack.sources.remote import RemoteError, RemoteRef, fetch
+from internvl_pack.sources.image_refs import RemoteRef
+from internvl_pack.sources.remote import RemoteError, fetch
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("requests")
