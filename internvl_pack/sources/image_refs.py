@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 from ..errors import MACHINE_ERRORS, SampleError
+from . import remote
 from .addresses import about_to_ask, is_remote, pread_all, system_path
 from .files import Stamp, read_at
-from .remote import NoStoreError, RemoteError, copy_of, fetch, keeps_images
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -190,18 +190,18 @@ class RemoteRef:
         """Videos are copied whole: players jump about in them."""
         about_to_ask(self.address)
         with self._failures():
-            if keeps_images():
-                return open(copy_of(self.address), "rb")
+            if remote.keeps_images():
+                return open(remote.copy_of(self.address), "rb")
         return io.BytesIO(self.read())
 
     def _read(self, num_bytes: int | None) -> bytes:
         about_to_ask(self.address)
         with self._failures():
-            if keeps_images():
-                with open(copy_of(self.address), "rb") as file:
+            if remote.keeps_images():
+                with open(remote.copy_of(self.address), "rb") as file:
                     data = file.read(MAX_IMAGE_BYTES + 1 if num_bytes is None else num_bytes)
             else:
-                data = fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
+                data = remote.fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
         if len(data) > MAX_IMAGE_BYTES:
             raise SampleError("image_too_many_bytes", f"{self.address}: more than {MAX_IMAGE_BYTES} bytes")
         if not data:
@@ -212,9 +212,9 @@ class RemoteRef:
     def _failures(self) -> Iterator[None]:
         try:
             yield
-        except RemoteError as error:
+        except remote.RemoteError as error:
             raise SampleError("image_missing" if error.gone else "image_unreachable", str(error.strerror)) from None
-        except NoStoreError as error:  # one stray address must not end a run
+        except remote.NoStoreError as error:  # one stray address must not end a run
             raise SampleError("remote_not_supported", str(error)) from None
 
 
