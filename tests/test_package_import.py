@@ -17,7 +17,6 @@ HEAVY = {
     "pandas",
     "peft",
     "pyarrow",
-    "rich",
     "tokenizers",
     "transformers",
     "wandb",

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ._options import add_workers, num_workers, option
 from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
+from ._table import table
 
 HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
 
@@ -95,67 +96,44 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _table(*columns: str) -> Any:
-    """A plain table, numbers to the right, that 80 columns hold."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.columns[0].overflow = "fold"
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
+def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> None:
+    print(table(header, rows, left=left), end="\n\n")
 
 
 def _show(r: dict[str, Any]) -> None:
     """Tables on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from ..report.rows import datasets_of, of_dataset, of_policy
 
-    # A file or pipe gets whole lines: rich would cut them at 80 columns.
-    console = Console(width=None if os.isatty(1) else 200)
     if r["tokenizer"] is None:
-        console.print(Text(f"No --tokenizer: {STAND_IN}."))
+        print(f"No --tokenizer: {STAND_IN}.")
     budget = r["budget"]
     datasets = datasets_of(r)
-    table = _table("dataset", *of_dataset(datasets[0]))
-    for d in datasets:
-        table.add_row(Text(d["name"]), *of_dataset(d).values())
-    console.print(table)
+    rows = [[d["name"], *of_dataset(d).values()] for d in datasets]
+    _print_table(["dataset", *of_dataset(datasets[0])], rows)
     names = ("mean", "p5", "p50", "p95", "p99", "max")
-    table = _table("a sample", "", *names)
-    table.columns[1].justify = "left"
+    rows = []
     for d in datasets:
         for unit in ("tokens", "tiles"):
             values = (f"{d[unit][name]:,.1f}" if name == "mean" else f"{d[unit][name]:,}" for name in names)
-            table.add_row(Text(d["name"] if unit == "tokens" else ""), unit, *values)
-    console.print(table)
+            rows.append([d["name"] if unit == "tokens" else "", unit, *values])
+    _print_table(["a sample", "", *names], rows, left=(0, 1))
     share = r["share_of_budget"]
-    console.print(
-        Text(
-            f"A sample takes {share['tokens']['p50']:.1%} of the {budget['max_packed_tokens']:,} tokens of a row "
-            f"(95 % of them at most {share['tokens']['p95']:.1%}, the longest {share['tokens']['max']:.1%}) and "
-            f"{share['tiles']['p50']:.1%} of its {budget['num_images_expected']} tiles "
-            f"({share['tiles']['p95']:.1%}, {share['tiles']['max']:.1%})."
-        )
+    print(
+        f"A sample takes {share['tokens']['p50']:.1%} of the {budget['max_packed_tokens']:,} tokens of a row "
+        f"(95 % of them at most {share['tokens']['p95']:.1%}, the longest {share['tokens']['max']:.1%}) and "
+        f"{share['tiles']['p50']:.1%} of its {budget['num_images_expected']} tiles "
+        f"({share['tiles']['p95']:.1%}, {share['tiles']['max']:.1%}).\n"
     )
     if r["reasons"]:
-        table = Table("bad samples, by reason", "samples", "first", show_lines=True)
-        table.columns[1].justify = "right"
-        for reason, count in r["reasons"].items():
-            table.add_row(reason, f"{count:,}", Text("\n".join(r["examples"][reason])))
-        console.print(table)
+        rows = [[reason, f"{count:,}", "\n".join(r["examples"][reason])] for reason, count in r["reasons"].items()]
+        _print_table(["bad samples, by reason", "samples", "first"], rows, left=(0, 2))
     shown = ("policy", "packs", "over bound", "tokens full", "tiles full", "a pack", "split", "steps")
-    table = _table(*shown)
-    table.columns[0].no_wrap = True
+    rows = []
     for name, p in r["packing"].items():
         fields = of_policy(name, p, "~")
-        chosen = name == budget["packing_policy"]
-        table.add_row(*(fields[heading] for heading in shown), style="bold" if chosen else None)
-    console.print(table)
+        chosen = " (chosen)" if name == budget["packing_policy"] else ""
+        rows.append([fields["policy"] + chosen, *(fields[heading] for heading in shown[1:])])
+    _print_table(shown, rows)
     p, pad = r["packing"][budget["packing_policy"]], r["padding"]
     refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())
     lines = [
@@ -166,4 +144,4 @@ def _show(r: dict[str, Any]) -> None:
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
         f"{pad['batch_16']:.1%}; of packed rows {pad['packed']:.1%}",
     ]
-    console.print(Text("\n".join(lines)))
+    print("\n".join(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from contextlib import ExitStack
 from typing import Any, TextIO
 
@@ -14,6 +13,7 @@ from ..packing.split import OVERSIZE
 from ..sources import load_meta, open_source
 from ..validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
 from ._options import add_encoding, add_workers, encode_config, load_tokenizer, num_workers, option, stand_in_tokenizer
+from ._table import table
 
 HELP = "Check every sample of a meta file as training would see it; exit code 1 if any is bad."
 
@@ -113,19 +113,12 @@ def _line(value: dict[str, Any]) -> str:
 
 def show(report: Report, checker: Checker) -> None:
     """The table of reasons on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # A file or pipe gets whole lines: rich would cut them at 80 columns.
-    console = Console(width=None if os.isatty(1) else 200)
     how = "pixels decoded" if checker.decode else "images judged by their headers"
     if report.reasons:
-        table = Table("reason", "samples", f"first {NUM_EXAMPLES}", show_lines=True)
-        table.columns[1].justify = "right"
-        for reason, count in report.reasons.most_common():
-            examples = "\n".join(f"{sample.source}: {sample.detail}" for sample in report.examples[reason])
-            table.add_row(reason, f"{count:,}", Text(examples))
-        console.print(table)
+        rows = [
+            [reason, f"{count:,}", "\n".join(f"{sample.source}: {sample.detail}" for sample in report.examples[reason])]
+            for reason, count in report.reasons.most_common()
+        ]
+        print(table(["reason", "samples", f"first {NUM_EXAMPLES}"], rows, left=(0, 2)))
     bad = report.samples - report.good
-    console.print(Text(f"{report.samples:,} samples: {report.good:,} good, {bad:,} bad ({how})"))
+    print(f"{report.samples:,} samples: {report.good:,} good, {bad:,} bad ({how})")
