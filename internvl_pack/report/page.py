@@ -1,14 +1,21 @@
-"""Self-contained pages: one file, no network, whatever the text in them."""
+"""Self-contained pages from the templates beside this module: one file, no network, whatever the text in them.
+
+Text is escaped by Jinja. Before that, `visible` writes characters that cannot be seen as their code points.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -16,36 +23,63 @@ SHOWN = {"\n": "\n", "\t": "\t"}
 """Control characters that are text."""
 
 
-def asset(name: str) -> str:
-    """A style sheet or script that lies beside this module."""
+def render(template: str, title: str, *, styles: Sequence[str], script: str = "", **values: Any) -> str:
+    """A whole page. Its content policy forbids anything but its own styles, its own script and pictures within it.
+
+    Args:
+        template: a file of `templates`, which extends `page.html`.
+        styles, script: names of style sheets and of a script that lie beside this module.
+        values: what the template names.
+    """
+    css = "\n".join(_asset(name) for name in ("page.css", *styles))
+    code = _asset(script) if script else ""
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    if script:
+        policy += f"; script-src 'sha256-{_base64(hashlib.sha256(code.encode()).digest())}'"
+    page = {"title": title, "policy": policy, "css": Markup(css), "script": Markup(code)}
+    return _environment().get_template(template).render(page | values)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _asset(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def document(title: str, body: str, *, styles: Sequence[str], script: str = "") -> str:
-    """A whole page. Its content policy forbids anything but its own styles, its own script and pictures within it."""
-    css = "\n".join(asset(name) for name in ("page.css", *styles))
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    if script:
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy += f"; script-src 'sha256-{digest}'"
-    tail = f"<script>{script}</script>\n" if script else ""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n<link rel="icon" href="data:,">\n'
-        f"<title>{text(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n{tail}"
-        "</body>\n</html>\n"
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        finalize=visible,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    filters: dict[str, Any] = {
+        "n": lambda number: f"{number:,}",
+        "pct": lambda share: f"{share:.1%}",
+        "g": lambda number: f"{number:.4g}",
+        "base64": _base64,
+        "marked": marked,
+        "short": short,
+        "cut": cut,
+    }
+    environment.filters |= filters
+    return environment
 
 
-def text(value: object) -> str:
-    """Escaped for text and attributes; characters that cannot be seen, or turn others round, as their code points."""
-    return "".join(f"[U+{ord(c):04X}]" if _hidden(c) else escape(c) for c in str(value))
+def visible(value: Any) -> Any:
+    """A text with code points for characters that cannot be seen, or turn others round; anything else as it is."""
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return "".join(f"[U+{ord(c):04X}]" if _hidden(c) else c for c in value)
 
 
-def marked(value: str) -> str:
-    """As `text`, for element content: what cannot be seen stands as a small mark, runs of it as one."""
+def marked(value: str) -> Markup:
+    """A text for element content: what cannot be seen stands as a small mark, runs of it as one."""
     out: list[str] = []
     position = 0
     while position < len(value):
@@ -60,7 +94,18 @@ def marked(value: str) -> str:
         times = f" &times;{stop - position:,}" if stop - position > 1 else ""
         out.append(f'<span class="ctl" title="{escape(_name(c))}">U+{ord(c):04X}{times}</span>')
         position = stop
-    return "".join(out)
+    return Markup("".join(out))
+
+
+def short(name: str, limit: int = 28) -> str:
+    """A name without its end and without control characters."""
+    name = "".join(c if c.isprintable() else "?" for c in name)
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
+def cut(name: str, limit: int = 100) -> str:
+    """A long name without its middle: what tells samples apart stands at its end."""
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 2 :]}"
 
 
 def _hidden(c: str) -> bool:
@@ -70,41 +115,3 @@ def _hidden(c: str) -> bool:
 
 def _name(c: str) -> str:
     return unicodedata.name(c, "control character").lower()
-
-
-def figures(pairs: Iterable[tuple[str, str, str]]) -> str:
-    """Named numbers: (name, value, small print)."""
-    items = "".join(
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}{f' <small>{text(small)}</small>' if small else ''}</dd></div>"
-        for name, value, small in pairs
-    )
-    return f'<dl class="figures">{items}</dl>'
-
-
-def table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    label: str,
-    strong: Sequence[int] = (),
-    left: Sequence[int] = (),
-) -> str:
-    """Cells are text; a cell `(html,)` is HTML as it is. It scrolls within itself where it is too wide.
-
-    Args:
-        strong: rows in bold.
-        left: columns whose headings stand at the left, as their cells do.
-    """
-    head = "".join(
-        f'<th scope="col"{" class=left" if n in left else ""}>{text(name)}</th>' for n, name in enumerate(header)
-    )
-    body = "".join(
-        f"<tr{' class=strong' if n in strong else ''}>"
-        + "".join(cell[0] if isinstance(cell, tuple) else f"<td>{text(cell)}</td>" for cell in row)
-        + "</tr>\n"
-        for n, row in enumerate(rows)
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import logging
 import warnings
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from .page import document, figures, table, text
+from . import page
+from .page import short
 from .rows import datasets_of, of_dataset, of_policy
 from .stats import FILL_BINS, PADDED_BATCHES, Prediction, Stats
 
@@ -95,9 +95,9 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
             (folder / f"{name}.png").write_bytes(pictures[name]["light"])
     finally:
         fonts.setLevel(level)
-    page = folder / PAGE
-    page.write_text(_page(result, pictures, options), encoding="utf-8")
-    return page
+    target = folder / PAGE
+    target.write_text(_page(result, pictures, options), encoding="utf-8")
+    return target
 
 
 def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme: str) -> bytes:
@@ -157,7 +157,7 @@ def _named(stats: Stats) -> list[tuple[str, list[int]]]:
 
 def _label(name: str) -> str:
     """A name in a legend, which leaves out those that begin with an underscore."""
-    return f" {_short(name)}" if name.startswith("_") else _short(name)
+    return f" {short(name)}" if name.startswith("_") else short(name)
 
 
 def _fonts() -> list[str]:
@@ -165,11 +165,6 @@ def _fonts() -> list[str]:
     from matplotlib.font_manager import fontManager
 
     return ["DejaVu Sans", *(name for name in _OTHER_FONTS if name in set(fontManager.get_font_names()))]
-
-
-def _short(name: str, limit: int = 28) -> str:
-    name = "".join(c if c.isprintable() else "?" for c in name)
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
 def _thousands(axis: Any) -> None:
@@ -392,63 +387,31 @@ PLOTS = {"lengths": _lengths, "tokens_tiles": _tokens_tiles, "fill": _fill, "pad
 
 
 def _page(r: dict[str, Any], pictures: dict[str, dict[str, bytes]], options: Sequence[tuple[str, str]]) -> str:
-    budget, chosen = r["budget"], r["packing"][r["budget"]["packing_policy"]]
-    tokenizer = r["tokenizer"] or "none given, a small one built from the data: token counts differ from the model's"
-    about = "" if chosen["exact"] else "about "
-    body = [
-        f"<h1>Data of {text(r['meta'])}</h1>",
-        f'<p class="soft">Tokenizer: <span{" class=warn" if r["tokenizer"] is None else ""}>{text(tokenizer)}</span>. '
-        f"{' '.join(f'<code>{text(name)} {text(value)}</code>' for name, value in options)}</p>",
-        '<section class="card">',
-        figures(
-            [
-                ("samples", f"{r['samples']:,}", f"{r['bad']:,} bad" if r["bad"] else "none bad"),
-                ("tokens", f"{r['tokens']['total']:,}", f"{r['tokens']['mean']:,.0f} a sample"),
-                ("tiles", f"{r['tiles']['total']:,}", f"{r['tiles']['mean']:,.1f} a sample"),
-                ("trained tokens", f"{r['supervised_share']:.1%}", "of all"),
-                ("packs an epoch", f"{about}{chosen['packs']:,}", f"{chosen['packs_over_bound']:.3f} of the bound"),
-                ("fill", f"{chosen['token_fill']:.1%}", f"of tokens, {chosen['tile_fill']:.1%} of tiles"),
-                (
-                    "steps an epoch",
-                    f"{about}{r['steps_an_epoch']:,}",
-                    f"of {budget['packs_a_step']:,} pack{'s' * (budget['packs_a_step'] != 1)}",
-                ),
-                ("padding avoided", f"{r['padding']['batch_4']:.1%}", "against batches of 4"),
-            ]
-        ),
-        f"<p class=soft>Rows of {budget['max_packed_tokens']:,} tokens and {budget['num_images_expected']:,} tiles, "
-        f"policy {text(budget['packing_policy'])}, {budget['num_lanes']:,} lane{'s' * (budget['num_lanes'] != 1)}."
-        + ("" if chosen["exact"] else f" Extrapolated from {chosen['planned_samples']:,} samples.")
-        + "</p></section>",
-        '<section class="plots">',
-    ]
-    for name, themes in pictures.items():
-        light, dark = (base64.b64encode(themes[theme]).decode() for theme in ("light", "dark"))
-        body.append(
-            f'<figure class="card"><picture><source media="(prefers-color-scheme: dark)" '
-            f'srcset="data:image/png;base64,{dark}"><img alt="{text(_CAPTIONS[name])}" width="1120" height="720" '
-            f'src="data:image/png;base64,{light}"></picture><figcaption>{text(_CAPTIONS[name])}</figcaption></figure>'
-        )
-    body += ["</section>", "<h2>Datasets</h2>", _datasets(r), "<h2>A sample's share of a row</h2>", _shares(r)]
-    body += ["<h2>Packing an epoch</h2>", _policies(r)]
-    if r["reasons"]:
-        body += ["<h2>Bad samples</h2>", _reasons(r)]
-    return document(f"Data of {r['meta']}", "\n".join(body), styles=["stats.css"])
+    return page.render(
+        "stats.html",
+        f"Data of {r['meta']}",
+        styles=["stats.css"],
+        **r,
+        chosen=r["packing"][r["budget"]["packing_policy"]],
+        options=options,
+        plots=[{"caption": _CAPTIONS[name], **themes} for name, themes in pictures.items()],
+        tables=[_datasets(r), _shares(r), _policies(r)],
+    )
 
 
-def _datasets(r: dict[str, Any]) -> str:
-    header = ["dataset", "samples", "bad", "an epoch", "mean tokens", "p50", "p95", "max"]
-    header += ["mean tiles", "p95", "max", "trained", "of all tokens"]
+def _datasets(r: dict[str, Any]) -> dict[str, Any]:
+    columns = ["dataset", "samples", "bad", "an epoch", "mean tokens", "p50", "p95", "max"]
+    columns += ["mean tiles", "p95", "max", "trained", "of all tokens"]
     rows = [_dataset_row(d) for d in datasets_of(r)]
     strong = [len(rows) - 1] if len(rows) > 1 else []
-    return f'<section class="card">{table(header, rows, label="datasets", strong=strong)}</section>'
+    return {"title": "Datasets", "label": "datasets", "columns": columns, "rows": rows, "strong": strong}
 
 
 def _dataset_row(d: dict[str, Any]) -> list[str]:
     tokens, tiles = d["tokens"], d["tiles"]
     samples, bad, an_epoch, *shares = of_dataset(d).values()
     return [
-        _short(d["name"], 60),
+        short(d["name"], 60),
         *(samples, bad, an_epoch),
         f"{tokens['mean']:,.0f}",
         *(f"{tokens[name]:,}" for name in ("p50", "p95", "max")),
@@ -458,32 +421,19 @@ def _dataset_row(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _shares(r: dict[str, Any]) -> str:
+def _shares(r: dict[str, Any]) -> dict[str, Any]:
     names = list(r["share_of_budget"]["tokens"])
     rows = []
-    for key, unit in (("tokens", "tokens"), ("tiles", "tiles")):
-        rows.append([unit, *(f"{r[key][name]:,.0f}" for name in names)])
-        rows.append([f"of the {unit} of a row", *(f"{r['share_of_budget'][key][name]:.1%}" for name in names)])
-    return f'<section class="card">{table(["", *names], rows, label="shares of the budget")}</section>'
+    for unit in ("tokens", "tiles"):
+        rows.append([unit, *(f"{r[unit][name]:,.0f}" for name in names)])
+        rows.append([f"of the {unit} of a row", *(f"{r['share_of_budget'][unit][name]:.1%}" for name in names)])
+    title = "A sample's share of a row"
+    return {"title": title, "label": "shares of the budget", "columns": ["", *names], "rows": rows, "strong": []}
 
 
-def _policies(r: dict[str, Any]) -> str:
+def _policies(r: dict[str, Any]) -> dict[str, Any]:
     fields = [of_policy(name, p, "about ") for name, p in r["packing"].items()]
-    header = ["samples a pack" if heading == "a pack" else heading for heading in fields[0]]
-    strong = [list(r["packing"]).index(r["budget"]["packing_policy"])]
+    columns = ["samples a pack" if heading == "a pack" else heading for heading in fields[0]]
     rows = [list(each.values()) for each in fields]
-    return f'<section class="card">{table(header, rows, label="policies", strong=strong)}</section>'
-
-
-def _reasons(r: dict[str, Any]) -> str:
-    rows = [
-        [
-            reason,
-            f"{count:,}",
-            (f'<td class="wrap">{"<br>".join(text(_short(e, 400)) for e in r["examples"][reason])}</td>',),
-        ]
-        for reason, count in r["reasons"].items()
-    ]
-    return (
-        f'<section class="card">{table(["reason", "samples", "first"], rows, label="bad samples", left=[2])}</section>'
-    )
+    strong = [list(r["packing"]).index(r["budget"]["packing_policy"])]
+    return {"title": "Packing an epoch", "label": "policies", "columns": columns, "rows": rows, "strong": strong}

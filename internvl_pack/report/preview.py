@@ -8,7 +8,6 @@ whatever the data: pictures, text and segments beyond a limit are left out, and 
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 
 from ..collate import FILLER_ID, PAD_ID, row_boundaries
 from ..loss import IGNORE_INDEX
-from .page import asset, document, figures, marked, table, text
+from . import page
 
 MAX_PICTURE_BYTES = 6_000_000
 MAX_TEXT = 3_000_000
@@ -28,9 +27,12 @@ MIN_TEXT = 300
 MAX_SEGMENTS = 4000
 """Segments whose text is shown; later rows are shown by their bars and figures."""
 MAX_EVENTS = 200
-MAX_NAME = 100
 OPEN_SEGMENTS = 12  # of the first row
 _JPEG_QUALITY = 68
+_BORDER_COLUMNS = [
+    *("#", "sample", "part", "tokens from", "to", "length", "positions", "tiles from", "to"),
+    *("trained", "weight a token", "weight", "of the row's"),
+]
 
 
 # -- from batches to plain values ------------------------------------------------------------------------
@@ -76,11 +78,30 @@ class SegmentView:
     def is_sample(self) -> bool:
         return self.sample_id not in (PAD_ID, FILLER_ID)
 
+    @property
+    def filling(self) -> str:
+        """What a segment is that is no sample."""
+        return "padding" if self.sample_id == PAD_ID else "filler"
+
+    @property
+    def part(self) -> int:
+        """Which one of `num_parts`, from 1."""
+        return self.fragment[0] + 1
+
+    @property
+    def num_parts(self) -> int:
+        return self.fragment[1]
+
+    def colour(self, place: int) -> str:
+        """The class of its colour, by its place in the row."""
+        return f"c{place % 6}" if self.is_sample else "pad"
+
 
 @dataclass(frozen=True)
 class RowView:
-    """One batch: a row of one or more packs. `packs` are their places in the global sequence."""
+    """One batch: a row of one or more packs. `packs` are their places in the global sequence; `number` is from 1."""
 
+    number: int
     packs: tuple[int, ...]
     lanes: tuple[int, ...]
     segments: tuple[SegmentView, ...]
@@ -96,6 +117,19 @@ class RowView:
     cu_seqlens_padded: tuple[int, ...] | None
     trained_runs: tuple[tuple[int, int], ...]
     image_runs: tuple[tuple[int, int], ...]
+
+    @property
+    def anchor(self) -> str:
+        return f"r{self.number - 1}"
+
+    @property
+    def samples(self) -> tuple[SegmentView, ...]:
+        return tuple(segment for segment in self.segments if segment.is_sample)
+
+    @property
+    def is_detailed(self) -> bool:
+        """Whether texts and pictures are shown."""
+        return bool(self.segments) and self.segments[0].pieces is not None
 
 
 @dataclass
@@ -219,6 +253,7 @@ def _row(batch: dict[str, Any], number: int, loader: Any, decoder: _Decoder, *, 
         )
     padded = batch.get("cu_seqlens_padded")
     return RowView(
+        number=number + 1,
         packs=packs,
         lanes=tuple(pack % dataset.num_lanes for pack in packs),
         segments=tuple(segments),
@@ -291,141 +326,49 @@ class _Decoder:
 
 
 def render(preview: Preview, *, title: str, options: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
-    """The page as HTML.
+    """The page as HTML, by the template `preview.html`.
 
     Args:
-        options: of the run, (name, value), told at the top.
+        options: of the run, (name, value), shown at the top.
         notes: warnings, one sentence each.
     """
-    told = " ".join(f"<code>{text(name)} {text(value)}</code>" for name, value in options)
-    body = [
-        f"<h1>{text(title)}</h1>",
-        f'<details class="options"><summary>Options of the run</summary><p class="soft">{told}</p></details>',
-        *(f'<p class="warn">{text(note)}</p>' for note in notes),
-        _summary(preview),
-        _legend(),
-        _contents(preview),
-    ]
-    if not preview.rows:
-        body.append('<section class="card"><p>The epoch holds no row: see the ledger.</p></section>')
-    body += [_row_html(row, number, preview) for number, row in enumerate(preview.rows)]
-    body.append(_ledger(preview))
-    script = asset("preview.js")
-    return document(title, "\n".join(body), styles=["preview.css"], script=script)
+    return page.render(
+        "preview.html",
+        title,
+        styles=["preview.css"],
+        script="preview.js",
+        options=options,
+        notes=notes,
+        rows=preview.rows,
+        budget={"tokens": preview.budget[0], "tiles": preview.budget[1]},
+        total=_totals(preview),
+        epoch=preview.epoch,
+        ended=preview.ended,
+        pictures_left_out=preview.pictures_left_out,
+        ledger_lines=preview.ledger_lines,
+        events=preview.events,
+        max_events=MAX_EVENTS,
+        open_segments=OPEN_SEGMENTS,
+        border_columns=_BORDER_COLUMNS,
+        path=_path,
+    )
 
 
-def _summary(p: Preview) -> str:
+def _totals(p: Preview) -> dict[str, Any]:
     rows, (tokens, tiles) = p.rows, p.budget
     real, packed_tiles = sum(r.num_real_tokens for r in rows), sum(r.num_tiles for r in rows)
-    samples, segments = sum(r.num_samples for r in rows), sum(s.is_sample for r in rows for s in r.segments)
     trained = sum(r.num_loss_tokens for r in rows)
     capacity = max(1, len(rows))
-    kinds = "all of the epoch" if p.ended else f"the first of epoch {p.epoch}"
-    pairs = [
-        ("rows", f"{len(rows):,}", kinds),
-        ("samples", f"{samples:,}", f"in {segments:,} segments"),
-        ("tokens filled", f"{real / capacity / tokens:.1%}", f"{real:,} of {len(rows)} x {tokens:,}"),
-        (
-            "tiles filled",
-            f"{packed_tiles / capacity / max(1, tiles):.1%}",
-            f"{packed_tiles:,} of {len(rows)} x {tiles:,}",
-        ),
-        ("trained tokens", f"{trained:,}", f"{trained / max(1, real):.1%} of all"),
-    ]
-    out = figures(pairs)
-    if p.pictures_left_out:
-        out += f'<p class="soft">{p.pictures_left_out:,} tiles are not pictured, so that the page stays small.</p>'
-    return f'<section class="card">{out}</section>'
-
-
-def _legend() -> str:
-    return """<section class="card" aria-label="Legend"><ul class="legend">
-<li><span class="swatch s-seg"></span>segments of the row, each a sample or a part of one</li>
-<li><span class="swatch s-strip"></span>strip below: full height is trained, half height are image tokens</li>
-<li><span class="swatch free"></span>free room of the budget</li>
-<li><span class="swatch s-pad"></span>padding</li>
-<li><span class="text" style="padding:0 6px;margin:0"><span class="t">trained, underlined</span></span>
- the model learns to write this</li>
-<li><span class="text" style="padding:0 6px;margin:0">not trained</span> the model only reads this</li>
-<li><span class="sp">&lt;|token|&gt;</span>special token</li>
-<li><span class="ctl">U+200B</span>character that cannot be seen</li>
-</ul></section>"""
-
-
-def _contents(p: Preview) -> str:
-    links = "".join(f'<a href="#r{n}">{n + 1}</a>' for n in range(len(p.rows)))
-    return (
-        f'<div class="top"><nav class="rows" aria-label="Rows">{links}<a href="#ledger">ledger</a></nav>'
-        '<button class="js-only" data-open="1">open all texts</button>'
-        '<button class="js-only" data-open="0">close all</button></div>'
-    )
-
-
-def _row_html(row: RowView, number: int, p: Preview) -> str:
-    tokens, tiles = p.budget
-    packs = ", ".join(f"{pack:,}" for pack in row.packs)
-    lanes = ", ".join(str(lane) for lane in dict.fromkeys(row.lanes))
-    samples = [s for s in row.segments if s.is_sample]
-    pads = row.num_tokens - row.num_real_tokens if samples else 0
-    pairs = [
-        ("tokens", f"{row.num_real_tokens:,}", f"of {tokens:,}, {row.num_real_tokens / tokens:.1%}"),
-        ("tiles", f"{row.num_tiles:,}", f"of {tiles:,}, {row.num_tiles / max(1, tiles):.1%}"),
-        ("segments", f"{len(samples):,}", f"of {row.num_samples:,} samples that begin here"),
-        ("trained tokens", f"{row.num_loss_tokens:,}", f"{row.num_loss_tokens / max(1, row.num_real_tokens):.1%}"),
-        ("sum of loss weights", f"{row.weight:,.4g}", ""),
-        ("padding", f"{pads:,}", "tokens"),
-        ("longest segment", f"{row.max_seqlen:,}", "tokens (max_seqlen)"),
-        ("squared lengths", f"{row.sum_squared_lengths:,}", "what attention costs"),
-    ]
-    plural = "s" if len(row.packs) > 1 else ""
-    out = [
-        f'<article class="card row" id="r{number}">',
-        f"<h2>Row {number + 1} <small>global pack{plural} {packs}, lane{'s' * (',' in lanes)} {lanes}</small></h2>",
-        figures(pairs),
-        _bar(row, number, tokens),
-        _borders(row, number),
-    ]
-    if not samples:
-        out.append("<p>No sample: a filler row of weight zero, while other ranks still have data.</p>")
-    elif row.segments[0].pieces is None:
-        out.append('<p class="soft">Texts are left out, so that the page stays small: show fewer packs.</p>')
-    else:
-        out += [_segment(s, number, i, i < OPEN_SEGMENTS and not number) for i, s in enumerate(row.segments)]
-    out.append("</article>")
-    return "\n".join(out)
-
-
-def _colour(segment: SegmentView, place: int) -> str:
-    return f"c{place % 6}" if segment.is_sample else "pad"
-
-
-def _bar(row: RowView, number: int, budget: int) -> str:
-    whole = max(row.num_tokens, budget)
-    cells = []
-    detailed = bool(row.segments) and row.segments[0].pieces is not None
-    for i, s in enumerate(row.segments):
-        width = (s.num_tokens + s.pad) / whole * 100
-        pad = f'<i class="in-pad" style="width:{s.pad / (s.num_tokens + s.pad):.2%}"></i>' if s.pad else ""
-        target = f"r{number}s{i}" if detailed else f"r{number}"
-        label = (str(i + 1) if s.is_sample else "pad") if width > 2.2 else ""
-        narrow = " narrow" if width < 9 else ""
-        place = f"left:{s.start / whole:.4%};width:{width:.4f}%"
-        cells.append(
-            f'<a class="seg {_colour(s, i)}{narrow}" style="{place}" href="#{target}" '
-            f'data-tip="tip{number}" title="{text(_tip(s, i))}">{label}{pad}</a>'
-        )
-    free = whole - row.num_tokens
-    told = f"{free:,} tokens free" if free else ""
-    return (
-        f'<div class="bar" role="group" aria-label="segments of row {number + 1}">{"".join(cells)}</div>'
-        f'<svg class="strip" viewBox="0 0 {whole} 10" preserveAspectRatio="none" role="img" '
-        f'aria-label="trained and image tokens of row {number + 1}">'
-        f'<path class="i" d="{_path(row.image_runs, 5, whole)}"/>'
-        f'<path class="t" d="{_path(row.trained_runs, 10, whole)}"/>'
-        f'</svg><div class="scale"><span>0</span><span>{told}</span><span>{whole:,}</span></div>'
-        f'<p class="tip" id="tip{number}" aria-live="polite">Point at a segment, or tap it, for its details; it leads '
-        "to its text below.</p>"
-    )
+    return {
+        "samples": sum(r.num_samples for r in rows),
+        "segments": sum(len(r.samples) for r in rows),
+        "tokens": real,
+        "token_fill": real / capacity / tokens,
+        "tiles": packed_tiles,
+        "tile_fill": packed_tiles / capacity / max(1, tiles),
+        "trained": trained,
+        "trained_share": trained / max(1, real),
+    }
 
 
 def _path(runs: Sequence[tuple[int, int]], height: int, whole: int) -> str:
@@ -437,139 +380,3 @@ def _path(runs: Sequence[tuple[int, int]], height: int, whole: int) -> str:
         else:
             joined.append([start, stop])
     return "".join(f"M{a} 10h{max(b - a, whole // 2000)}v-{height}H{a}z" for a, b in joined)
-
-
-def _tip(s: SegmentView, place: int) -> str:
-    if not s.is_sample:
-        return f"{'padding' if s.sample_id == PAD_ID else 'filler'}: {s.num_tokens:,} tokens, not trained"
-    part = f", part {s.fragment[0] + 1} of {s.fragment[1]}" if s.fragment[1] > 1 else ""
-    pad = f" and {s.pad:,} of padding" if s.pad else ""
-    return (
-        f"{place + 1}: {_cut(s.sample_id)}{part}: tokens {s.start:,} to {s.stop:,} ({s.num_tokens:,}{pad}), "
-        f"{s.num_trained:,} trained, {_images(s)}, weight {s.weight:.4g}"
-    )
-
-
-def _cut(name: str) -> str:
-    """A long name without its middle: what tells samples apart stands at its end."""
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}…{name[-MAX_NAME // 2 :]}"
-
-
-def _images(s: SegmentView) -> str:
-    tiles, images = sum(s.tiles_per_image), len(s.tiles_per_image)
-    if not images:
-        return "text only"
-    return f"{tiles:,} tile{'s' * (tiles != 1)} of {images:,} image{'s' * (images != 1)}"
-
-
-def _borders(row: RowView, number: int) -> str:
-    header = ["#", "sample", "part", "tokens from", "to", "length", "positions", "tiles from", "to"]
-    header += ["trained", "weight a token", "weight", "of the row's"]
-    rows = []
-    for i, s in enumerate(row.segments):
-        rows.append(
-            [
-                f"{i + 1}",
-                (f'<td class="left id">{text(_cut(s.sample_id))}</td>',),
-                f"{s.fragment[0] + 1} of {s.fragment[1]}" if s.fragment[1] > 1 else "",
-                f"{s.start:,}",
-                f"{s.stop:,}",
-                f"{s.num_tokens:,}" + (f" + {s.pad}" if s.pad else ""),
-                f"{s.positions[0]} … {s.positions[1]:,}",
-                *((f"{s.tiles[0]:,}", f"{s.tiles[1]:,}") if s.tiles[1] > s.tiles[0] else ("", "")),
-                f"{s.num_trained:,}",
-                f"{s.token_weight:.4g}",
-                f"{s.weight:.4g}",
-                f"{s.weight / row.weight:.1%}" if row.weight else "",
-            ]
-        )
-    lists = [("cu_seqlens", row.cu_seqlens)]
-    if row.cu_seqlens_padded is not None:
-        lists.append(("cu_seqlens_padded", row.cu_seqlens_padded))
-    code = "".join(
-        f'<p><code class="bounds">{name} = [{", ".join(map(str, values))}]</code></p>' for name, values in lists
-    )
-    if row.segments[0].pieces is None and row.num_samples:  # left out with the texts
-        return f'<details class="more"><summary>Boundaries</summary>{code}</details>'
-    return (
-        '<details class="more"><summary>Boundaries, positions and loss weights</summary>'
-        f"{code}{table(header, rows, label=f'segments of row {number + 1}', left=[1])}</details>"
-    )
-
-
-def _segment(s: SegmentView, row: int, place: int, is_open: bool) -> str:
-    if not s.is_sample:
-        name = "padding" if s.sample_id == PAD_ID else "filler"
-        return (
-            f'<details class="segment" id="r{row}s{place}"><summary><span class="number pad">{place + 1}</span>'
-            f'<span class="name">{name}</span><span class="facts">{s.num_tokens:,} tokens, isolated, not trained'
-            "</span></summary></details>"
-        )
-    part = ""
-    if s.fragment[1] > 1:
-        part = f'<span class="part">part {s.fragment[0] + 1} of {s.fragment[1]} of a split sample</span>'
-    pad = f" + {s.pad:,} padding" if s.pad else ""
-    facts = (
-        f"{s.num_tokens:,} tokens{pad} · {s.num_trained:,} trained · {_images(s)} · positions {s.positions[0]} to "
-        f"{s.positions[1]:,} · weight {s.weight:.4g}"
-    )
-    return (
-        f'<details class="segment" id="r{row}s{place}"{" open" if is_open else ""}><summary>'
-        f'<span class="number {_colour(s, place)}">{place + 1}</span><bdi class="name">{text(_cut(s.sample_id))}</bdi>'
-        f'{part}<span class="facts">{facts}</span></summary>'
-        f'<div class="text" dir="auto">{"".join(_piece(piece) for piece in s.pieces or ())}</div></details>'
-    )
-
-
-def _piece(piece: Piece) -> str:
-    if piece.kind == "cut":
-        more = f"{piece.num_tokens:,} more tokens are" if piece.num_tokens else "the rest of the text is"
-        return f'<span class="cut">… {more} not shown, so that the page stays small</span>'
-    if piece.kind == "image":
-        return _image(piece)
-    kind = "t" if piece.trained else "u"
-    if piece.kind == "special":
-        return f'<span class="{kind} sp">{marked(piece.text)}</span>'
-    return f'<span class="{kind}">{marked(piece.text)}</span>'
-
-
-def _image(piece: Piece) -> str:
-    count = len(piece.tiles)
-    pictures = []
-    for i, tile in enumerate(piece.tiles):
-        if tile is not None:
-            data = base64.b64encode(tile).decode()
-            pictures.append(f'<img alt="tile {i + 1} of {count}" src="data:image/jpeg;base64,{data}">')
-    missing = count - len(pictures)
-    if missing:
-        pictures.append(f'<span class="none">{missing:,} tile{"s" * (missing != 1)} not pictured</span>')
-    tiles = f"{count:,} tile{'s' * (count != 1)}"
-    return (
-        f'<span class="image"><span class="cap">{piece.num_tokens:,} image tokens of {tiles}</span>'
-        f'<span class="tiles">{"".join(pictures)}</span></span>'
-    )
-
-
-def _ledger(p: Preview) -> str:
-    lines = "\n".join(text(line) for line in p.ledger_lines)
-    out = [
-        '<section class="card" id="ledger"><h2 style="margin-top:0">Ledger</h2>',
-        '<p class="soft">What became of every sample that was read for these rows. Those that still wait are in the '
-        "packer's look-ahead.</p>",
-        f'<pre class="scroll" tabindex="0" role="region" aria-label="ledger">{lines}</pre>',
-    ]
-    if p.events:
-        rows = [
-            [
-                (f'<td class="wrap left">{text(_cut(str(e["id"])))}</td>',),
-                (f'<td class="left">{text(e["reason"])}</td>',),
-                (f'<td class="wrap">{text("{source}: {detail}".format(**e)[:1000])}</td>',),
-            ]
-            for e in p.events[:MAX_EVENTS]
-        ]
-        out.append(f"<h2>Samples that left: {len(p.events):,}</h2>")
-        out.append(table(["sample", "reason", "detail"], rows, label="samples that left", left=[1, 2]))
-        if len(p.events) > MAX_EVENTS:
-            out.append(f'<p class="soft">{len(p.events) - MAX_EVENTS:,} more are not shown.</p>')
-    out.append("</section>")
-    return "\n".join(out)
