@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from .base import RawSample, Source
-from .image_refs import FileRef, ImageRef, SliceRef
+from .image_refs import FileRef, FolderResolver, ImageRef, SliceRef
 from .meta import DatasetSpec, load_meta
 from .registry import known_sources, open_registered, register_source
 
 __all__ = [
     "DatasetSpec",
     "FileRef",
+    "FolderResolver",
     "ImageRef",
     "RawSample",
     "SliceRef",
