@@ -112,7 +112,7 @@ def _output_of(pattern: str, name: str, *, alone: bool) -> Output:
         raise UserError(
             f"--out {pattern}: give one number such as %06d in a file name that ends with .tar, no {{}}, :: or $"
         )
-    return Output(cut[1].replace("{name}", re.sub(r"[^\w-]", "_", name)), cut[2], cut[3])
+    return Output(cut[1].replace("{name}", re.sub(r"[^\w-]", "_", name) or "_"), cut[2], cut[3])
 
 
 def _meta_path(pattern: str) -> str:
@@ -131,7 +131,7 @@ def _refuse_existing(outputs: Sequence[Output], meta: str) -> None:
         folder, name = os.path.split(output.start)
         with suppress(FileNotFoundError, NotADirectoryError):
             for found in os.listdir(folder or "."):
-                if found.startswith(name) and found.endswith(output.end):
+                if re.fullmatch(re.escape(name) + r"\d+" + re.escape(output.end), found):
                     raise UserError(f"--out: {os.path.join(folder, found)} exists: choose another name, or remove it")
 
 
@@ -209,7 +209,6 @@ def _write(source: Source, pattern: str, max_size: float, max_count: int, *, sto
                 continue
             if writer is None:  # it opens its first shard at once
                 shape: dict[str, Any] = {"maxcount": max_count, "maxsize": max_size, "encoder": False, "mtime": 0}
-                shape["format"] = "GNU_FORMAT"  # members of 8 GiB and more
                 writer = ShardWriter(pattern, post=close, verbose=0, **shape)
             writer.write({"__key__": f"{row:0{digits}d}", **members})
             written.num_samples += 1

@@ -226,6 +226,13 @@ def test_an_output_that_exists_is_refused_before_anything_is_read(data, tmp_path
     assert sorted(os.listdir(tmp_path)) == ["in", there]
 
 
+def test_other_shards_in_the_folder_are_in_nobodys_way(data, tmp_path):
+    for name in ("out-x.tar", "my-000000.tar", "out-000000.tar.gz"):
+        (tmp_path / name).write_bytes(b"mine")
+    assert run(data, tmp_path / "out-%06d.tar") == 0
+    assert run(data, tmp_path / "%06d.tar") == 0
+
+
 @pytest.mark.parametrize(
     ("out", "options", "words"),
     [
