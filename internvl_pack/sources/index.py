@@ -98,10 +98,12 @@ def _read(mapped: mmap.mmap, kind: str, stamp: Stamp, columns: Mapping[str, str]
     _, length = struct.unpack_from("<Ii", mapped, 8)
     if length > _MAX_SCHEMA_BYTES:
         raise BadIndexError("is damaged")
-    source = pa.BufferReader(pa.py_buffer(mapped))
-    source.seek(8)  # what an Arrow IPC file holds is a stream, its footer a copy of the schema and positions
-    messages = pa.ipc.MessageReader.open_stream(source)
-    schema = pa.ipc.read_schema(messages.read_next_message())
+    stream = pa.py_buffer(mapped)[8:]  # what an Arrow IPC file holds is a stream; its footer repeats the schema
+    messages = pa.ipc.MessageReader.open_stream(stream)
+    if messages.read_next_message().type != "schema":  # which Arrow takes for granted
+        raise BadIndexError("is damaged")
+    reader = pa.ipc.open_stream(stream)
+    schema = reader.schema
     head = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
     if head.get("version") != _VERSION:
         raise BadIndexError("is of another program or version")
@@ -116,7 +118,7 @@ def _read(mapped: mmap.mmap, kind: str, stamp: Stamp, columns: Mapping[str, str]
     message = messages.read_next_message()
     if message.type != "record batch" or _is_compressed(message.metadata):
         raise BadIndexError("is damaged")
-    batch = pa.ipc.read_record_batch(message, schema)
+    batch = reader.read_next_batch()
     batch.validate(full=True)
     if len(batch) != 1 or any(column.null_count for column in batch.columns):
         raise BadIndexError("is damaged")

@@ -111,6 +111,9 @@ def attempts(whole: bytes, rng: random.Random) -> Iterator[bytes]:
     for position in range(len(whole)):
         yield whole[:position]
         yield whole[:position] + bytes([whole[position] ^ 0x11]) + whole[position + 1 :]
+    for position in range(8, 128):  # the type of the first message among them, which Arrow does not check by itself
+        for byte in range(6):
+            yield whole[:position] + bytes([byte]) + whole[position + 1 :]
     for _ in range(1000):
         damaged = bytearray(whole)
         for _ in range(rng.randint(1, 3)):
