@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE
+from ..checkpoints.internvl_format_files import load_original, load_original_vision, local_folder
+from ..checkpoints.lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from ..checkpoints.tokenizers import image_token_id
 from ..errors import UserError
-from .attention import register_packed_attention
+from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, is_zero3
-from .drop_path import add_drop_path
 from .families import check_attention
-from .head import DEFAULT_CHUNK_TOKENS
-from .kernels import select_kernel
-from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
-from .loss_kernels import select_loss_kernel
-from .original import MODEL_TYPE, VISION_TYPE
-from .original_files import load_original, load_original_vision, local_folder
+from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
 from .parts import vision_layers
-from .tile_attention import use_tile_attention
-from .tokenizers import image_token_id
+from .vision import add_drop_path, use_tile_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,11 +70,11 @@ def build_model(
         device: where it will train, for the choice of the kernel; the model is loaded on the CPU.
         dtype: of the weights; compute_dtype: of q, k, v in training if not dtype (autocast).
         loss_chunk: labelled tokens whose logits exist at once.
-        loss_kernel: one of loss_kernels.LOSS_KERNELS; with compile, auto is the compiler's.
+        loss_kernel: one of LOSS_KERNELS; with compile, auto is the compiler's.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
-        fused_vision: and the vision tower's layers as tower.py writes them out, where they can be.
+        fused_vision: and the vision tower's layers as vision/fused.py writes them out, where they can be.
         force_image_size, down_sample_ratio: what the data is made for; checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
