@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import UserError
 
@@ -29,7 +28,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
     Raises:
         OSError, ValueError: as AutoTokenizer.
-        UserError: a SentencePiece model that is not rebuilt here.
+        UserError: a SentencePiece model that is not rebuilt here, or sentencepiece to read it is not installed.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
 
@@ -92,91 +91,22 @@ def _settings(path: str | Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-# --- SentencePiece --------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    text: str
-    score: float
-    kind: int  # 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
-
-
-class SentencePieceModel(NamedTuple):
-    """What a tokenizer needs of a `tokenizer.model` (sentencepiece_model.proto)."""
-
-    pieces: list[Piece]
-    is_bpe: bool
-    byte_fallback: bool
-    charsmap: bytes
-    add_dummy_prefix: bool
-    remove_extra_whitespaces: bool
-
-
-def read_sentencepiece(path: Path) -> SentencePieceModel:
-    """Read a SentencePiece model.
-
-    Raises:
-        UserError: the file cannot be read as one.
-    """
-    pieces: list[Piece] = []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
-    try:
-        for number, value in _fields(path.read_bytes()):
-            if number == 1:
-                fields = dict(_fields(value))
-                score = struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0
-                pieces.append(Piece(fields[1].decode("utf-8"), score, fields.get(3, 1)))
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
-    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
-        raise UserError(f"{path}: not a SentencePiece model ({error})") from error
-    return SentencePieceModel(
-        pieces,
-        is_bpe=trainer.get(3, 1) == 2,
-        byte_fallback=bool(trainer.get(35, 0)),
-        charsmap=normalizer.get(2, b""),
-        add_dummy_prefix=bool(normalizer.get(3, 1)),
-        remove_extra_whitespaces=bool(normalizer.get(4, 1)),
-    )
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protobuf message's fields: integers, or bytes."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        kind = key & 7
-        if kind == 0:
-            value, position = _varint(data, position)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            size, position = _varint(data, position)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"field of wire type {kind}")
-        if position + size > len(data):
-            raise ValueError("it is cut off")
-        yield key >> 3, data[position : position + size]
-        position += size
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-
-
 # --- InternLM2 ------------------------------------------------------------------------------------
+
+
+def _sentencepiece_model(path: Path) -> Any:
+    """The content of a SentencePiece model, a `ModelProto`."""
+    try:
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    except ImportError:
+        raise UserError(
+            f"{path} needs sentencepiece: pip install 'internvl-pack[internlm2]', or save it as tokenizer.json"
+        ) from None
+    try:
+        return ModelProto.FromString(path.read_bytes())
+    except (OSError, DecodeError) as error:
+        raise UserError(f"{path}: not a SentencePiece model ({error})") from error
 
 
 def _internlm2(folder: Path) -> Any:
@@ -184,13 +114,15 @@ def _internlm2(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     path = folder / "tokenizer.model"
-    model = read_sentencepiece(path)
-    if not model.is_bpe or not model.byte_fallback or model.charsmap or model.remove_extra_whitespaces:
+    model = _sentencepiece_model(path)
+    trained, normalizer = model.trainer_spec, model.normalizer_spec
+    is_bpe = trained.model_type == trained.BPE and trained.byte_fallback
+    if not is_bpe or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UserError(
             f"{path}: only byte-pair models with byte fallback and identity normalisation are rebuilt: "
             "save the tokenizer as tokenizer.json"
         )
-    if model.add_dummy_prefix:
+    if normalizer.add_dummy_prefix:
         logger.warning(
             "%s puts a space before every text: the first token of an answer has one, which InternVL, that encodes "
             "answers together with their headers, has not",
@@ -199,20 +131,20 @@ def _internlm2(folder: Path) -> Any:
     settings = _settings(folder)
     added = _added_tokens(folder, settings)
     # Added tokens stand in the places of unused pieces, or after all.
-    texts = [added[i].content if i in added else piece.text for i, piece in enumerate(model.pieces)]
-    unknown = next((p.text for p in model.pieces if p.kind == 2), "<unk>")
+    texts = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
+    unknown = next((p.piece for p in model.pieces if p.type == p.UNKNOWN), "<unk>")
     vocabulary = {text: i for i, text in enumerate(texts)}
-    merges = _merges(texts, [piece.score for piece in model.pieces], [piece.kind for piece in model.pieces])
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
-    )
-    steps = [normalizers.Prepend("▁")] if model.add_dummy_prefix else []
+    merges = _merges(texts, model.pieces)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Prepend("▁")] if normalizer.add_dummy_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*undo, *([decoders.Strip(" ", 1, 0)] if model.add_dummy_prefix else [])])
+    tokenizer.decoder = decoders.Sequence(
+        [*undo, *([decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else [])]
+    )
     for i, piece in enumerate(model.pieces):
-        if piece.kind == 4 and i not in added:
-            added[i] = AddedToken(piece.text, normalized=False, special=False)
+        if piece.type == piece.USER_DEFINED and i not in added:
+            added[i] = AddedToken(piece.piece, normalized=False, special=False)
     for token_id in sorted(added):
         tokenizer.add_special_tokens([added[token_id]]) if added[token_id].special else tokenizer.add_tokens(
             [added[token_id]]
@@ -252,14 +184,18 @@ def _added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, Any]:
     return out
 
 
-def _merges(texts: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
+def _merges(texts: list[str], pieces: Sequence[Any]) -> list[tuple[str, str]]:
     """Every way to put a piece together from two others, better pieces first, as SentencePiece merges."""
-    normal = {text: i for i, (text, kind) in enumerate(zip(texts, kinds, strict=True)) if kind in (1, 4, 5)}
+    normal = {
+        text: i
+        for i, (text, piece) in enumerate(zip(texts, pieces, strict=True))
+        if piece.type in (piece.NORMAL, piece.USER_DEFINED, piece.UNUSED)
+    }
     found = []
     for text, i in normal.items():
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in normal and right in normal:
-                found.append((-scores[i], i, normal[left], normal[right], left, right))
+                found.append((-pieces[i].score, i, normal[left], normal[right], left, right))
     found.sort()
     return [(left, right) for *_, left, right in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -464,13 +465,25 @@ def test_an_internlm2_tokenizer_is_rebuilt_from_its_sentencepiece_model(dummy_pr
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("<img>hi").input_ids == rebuilt("<img>hi").input_ids
 
 
-def test_a_sentencepiece_model_that_is_damaged_or_not_bpe_is_named(tmp_path):
+@pytest.fixture
+def internlm2_folder(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "InternLM2Tokenizer"}', encoding="utf-8")
     (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}', encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("package", ["sentencepiece.sentencepiece_model_pb2", "google.protobuf.message"])
+def test_without_the_library_an_internlm2_tokenizer_says_what_to_install(package, internlm2_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r"needs sentencepiece: pip install 'internvl-pack\[internlm2\]'"):
+        load_tokenizer(internlm2_folder)
+
+
+def test_a_sentencepiece_model_that_is_damaged_or_not_bpe_is_named(internlm2_folder):
     for content, message in (
         (b"\x0a\xff", "tokenizer.model: not a SentencePiece model"),
         (b"\x0a\x05\x0a\x03abc\x12\x02\x18\x01", "only byte-pair models with byte fallback"),
     ):
-        (tmp_path / "tokenizer.model").write_bytes(content)
+        (internlm2_folder / "tokenizer.model").write_bytes(content)
         with pytest.raises(UserError, match=message):
-            load_tokenizer(tmp_path)
+            load_tokenizer(internlm2_folder)
