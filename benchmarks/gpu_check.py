@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from internvl_pack.collate import PackRow, Segment, packed_collate_fn
+from internvl_pack.batch.collate import packed_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
 from internvl_pack.model.compiled import compile_blocks

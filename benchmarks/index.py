@@ -62,7 +62,7 @@ def measure_jsonl(folder: Path, num_rows: int) -> dict[str, float]:
     loop = seconds(lambda: count_lines(path))
     stamp = stamp_of(str(path))
     scan = seconds(lambda: jsonl.build_index(str(path), stamp))
-    command = seconds(lambda: list(index_files([DataFile(jsonl.KIND, str(path), stamp)], None, in_flight=1)))
+    command = seconds(lambda: list(index_files([DataFile(jsonl.KIND, str(path), stamp)])))
     opening = seconds(lambda: JsonlSource("bench", str(path)))
     source = JsonlSource("bench", str(path))
     assert len(source) == num_rows

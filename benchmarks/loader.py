@@ -250,15 +250,15 @@ def main() -> None:
     else:
         specs = load_meta(arguments.meta)
         tokenizer = tiny_tokenizer(t for spec in specs for t in conversation_texts(Path(spec.annotation)))
-    config = PackingConfig(max_packed_tokens=16384, num_images_expected=48, max_buffer_size=64, num_lanes=1)
+    config = PackingConfig(max_packed_tokens=16384, num_images_expected=48, max_buffer_size=64)
     dataset = PackedDataset.from_meta(arguments.meta, tokenizer, config)
     result = queue_and_memory(dataset)  # first: workers are forked from a small process
 
     raws, planned = {}, {}
-    for source, spec in zip(dataset.sources, dataset.specs, strict=True):
+    for number, source in enumerate(dataset.samples.sources):
         for row in range(len(source)):
             raws[source.sample_id(row)] = source, row
-            planned[source.sample_id(row)] = dataset.encoder.encode(source.read(row), spec).images
+            planned[source.sample_id(row)] = dataset.samples.encode(number, row).images
     ways = {
         "plain loop": plain_loop(raws, tokenizer),
         "bare": bare(planned, True),

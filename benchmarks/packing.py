@@ -2,7 +2,7 @@
 
     python benchmarks/packing.py [LENGTHS.csv] [--budgets 8192/40 16384/48 32768/96 8192/24] [--buffer 64]
 
-One lane, the file's order, the whole finite stream with its last packs. "bound" is the highest lower bound of
+One stream, the file's order, the whole finite stream with its last packs. "bound" is the highest lower bound of
 packing/bounds.py. First-fit-decreasing packs each window of `--buffer` records by itself.
 
 Last, packing's share of the processor time: SAMPLES made samples are read, encoded and decoded to tiles, one JPEG
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from internvl_pack.errors import SampleError
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.packer import LanePacker
+from internvl_pack.packing.packer import Packer
 from internvl_pack.packing.split import split
 from internvl_pack.records import Record, Span
 
@@ -59,7 +59,7 @@ def fragments_of(path: str, budget: Budget) -> list:
 
 
 def run_policy(fragments: list, budget: Budget, policy: str, buffer_size: int) -> Result:
-    packer = LanePacker(budget, policy=policy, buffer_size=buffer_size)
+    packer = Packer(budget, policy=policy, buffer_size=buffer_size)
     arrived = {f.key: number for number, f in enumerate(fragments)}
     packs = longest = given = 0
     started = time.process_time()
@@ -68,7 +68,7 @@ def run_policy(fragments: list, budget: Budget, policy: str, buffer_size: int) -
             packer.add(fragments[given])
             given += 1
         packs += 1
-        for fragment in packer.pop():
+        for fragment in packer.pop()[1]:
             longest = max(longest, given - 1 - arrived[fragment.key])
     return Result(packs, 1e6 * (time.process_time() - started) / len(fragments), longest)
 
@@ -122,22 +122,20 @@ def make_samples(folder: Path, tokens: float, tiles: float) -> Path:
 
 def encode_and_decode(tokens: float, tiles: float) -> tuple[float, float, float]:
     """(seconds of processor time, tokens of text, tiles) of a made sample, the fastest of three runs."""
-    from internvl_pack.encode.sample import Encoder
-    from internvl_pack.sources import load_meta, open_source
+    from internvl_pack.samples import Samples
     from internvl_pack.tiny import conversation_texts, tiny_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
-        (spec,) = load_meta(make_samples(Path(name), tokens, tiles))
-        source = open_source(spec)
+        meta = make_samples(Path(name), tokens, tiles)
         tokenizer = tiny_tokenizer(conversation_texts(Path(name) / "made.jsonl"))
         best = float("inf")
         for _ in range(3):
-            encoder = Encoder(tokenizer)  # a new one remembers no text
+            samples = Samples.from_meta(meta, tokenizer)  # a new encoder remembers no text
             text = found = 0
             started = time.process_time()
             for row in range(SAMPLES):
-                encoded = encoder.load(source, row, spec)
-                found += len(encoder.decode(encoded))
+                encoded = samples.encode(0, row)
+                found += len(samples.encoder.decode(encoded))
                 text += encoded.record.num_tokens - 256 * encoded.record.num_tiles
             best = min(best, time.process_time() - started)
     return best / SAMPLES, text / SAMPLES, found / SAMPLES

@@ -4,10 +4,10 @@
     for n in 1 2; do torchrun --nproc_per_node $n benchmarks/scaling.py --stage 3; done
     torchrun --nproc_per_node 2 benchmarks/scaling.py --device cpu --stage 1      # the script itself, in small
 
-Every rank trains its own lane of packs; a lane has as many samples whatever the number of ranks. With
-`--reservoir` of several values each is measured on the same engine: packs a lane holds back so that all ranks
-train packs of like cost at the same time. Efficiency is useful tokens/s/GPU over that of one rank. "Even" is mean over
-largest of the ranks' operations in a step (model/flops.py), averaged over steps: what is lost to the slowest at best.
+All ranks share one plan; a rank has as many samples whatever their number. With `--groups` of several values each is
+measured on the same engine: 1 trains the packs of a step in groups of like cost, as training does, 0 as they come.
+Efficiency is useful tokens/s/GPU over that of one rank. "Even" is mean over largest of the ranks' operations in a step
+(model/flops.py), averaged over steps: what is lost to the slowest at best.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import Sample, draw_samples, make_batches, make_model, to_device
+from internvl_pack.config import PackingConfig
+from internvl_pack.estimate.simulate import LengthTable
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts
-from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.packer import LanePacker
+from internvl_pack.packing.cost import CostModel
+from internvl_pack.plan.groups import StepPlan, deal
+from internvl_pack.plan.online import OnlinePacks
 
-EVERY_ROW = 10**12  # tokens; a lane looks many packs ahead, so all rows of the mix stand ready
+EVERY_ROW = 10**12  # tokens; the pool holds many packs, so all rows of the mix stand ready
 
 
-def lane_packs(samples: list[Sample], tokens: int, tiles: int, reservoir: int, count: int) -> list[list[Sample]]:
-    """The first packs of a lane that go out while samples still come in."""
-    packer, packs = LanePacker(Budget(tokens, tiles), reservoir=reservoir), []
-    for sample in samples:
-        packer.add(sample)
-        if packer.full:
-            packs.append(packer.pop())
-        if len(packs) == count:
-            break
-    return packs
+def rank_packs(
+    samples: list[Sample], budget: tuple[int, int], rank: int, num_ranks: int, balanced: bool, num_steps: int
+) -> list[list[Sample]]:
+    """This rank's packs of the first steps of an epoch of these samples."""
+    tokens, tiles = (np.array([getattr(s, name) for s in samples], np.int64) for name in ("num_tokens", "num_tiles"))
+    lengths = LengthTable(tokens, tiles)
+    config = PackingConfig(max_packed_tokens=budget[0], num_images_expected=budget[1])
+    packs = OnlinePacks(lengths, lengths.mixture(), lambda _, row: str(row), config, CostModel.from_size("1B"))
+    plan = StepPlan(packs, num_ranks, seed=0, epoch=0, balanced=balanced)
+    shares = (deal(step, num_ranks)[rank] for step in islice(plan, num_steps))
+    return [[samples[f.position] for f in pack.fragments] for share in shares for batch in share for pack in batch]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--stage", type=int, default=1)
-    parser.add_argument("--reservoir", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--groups", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--budget", type=int, nargs=2, default=[8192, 40], metavar=("TOKENS", "TILES"))
     parser.add_argument("--steps", type=int, default=12, help="measured, after 2 to warm up")
     parser.add_argument("--kernel", default="auto")
@@ -88,11 +93,12 @@ def main() -> int:
     engine, *_ = deepspeed.initialize(model=core, optimizer=optimizer, config=config)
     size = core.config.vision_config.image_size[0]
     pixels = torch.randint(256, (tiles, 3, size, size), dtype=torch.uint8)
-    for reservoir in args.reservoir:
+    for groups in args.groups:
         count = args.steps + 2
         scale = 16 if small else 1
-        samples = draw_samples(EVERY_ROW, tokens * scale, tiles, seed=100 + rank, scale=scale)
-        packs = lane_packs([s for s in samples if s.num_tokens <= tokens], tokens, tiles, reservoir, count)
+        samples = draw_samples(EVERY_ROW, tokens * scale, tiles, seed=100, scale=scale) * world
+        fit = [s for s in samples if s.num_tokens <= tokens]
+        packs = rank_packs(fit, (tokens, tiles), rank, world, bool(groups), count)
         assert len(packs) == count, "a rank with fewer packs would leave the others waiting"
         batches = make_batches(packs, core, pixels, padded=False)
         seconds, useful, costs = [], [], []
@@ -121,7 +127,7 @@ def main() -> int:
         if rank == 0:
             peak = 0.0 if small else torch.cuda.max_memory_allocated() / 1e9
             print(
-                f"ZeRO-{args.stage}, {world} GPU{'s' * (world > 1)}, {tokens}/{tiles}, reservoir {reservoir:3d}: "
+                f"ZeRO-{args.stage}, {world} GPU{'s' * (world > 1)}, {tokens}/{tiles}, groups {groups}: "
                 f"{total[1].item() / slowest[0].item() / world:,.0f} useful tokens/s/GPU, step "
                 f"{statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)}), even {even:.3f}, "
                 f"peak {peak:.1f} GB",

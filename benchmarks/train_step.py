@@ -41,7 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check import Table, versions
-from internvl_pack.collate import PackRow, Segment, packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
 from internvl_pack.model.compiled import RECOMPUTE, compile_blocks
@@ -51,7 +52,7 @@ from internvl_pack.model.loss import select_loss_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.vision import FusedTower, use_tile_attention
 from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.packer import LanePacker
+from internvl_pack.packing.packer import Packer
 
 LENGTHS = Path(__file__).resolve().parent / "real_mix_a.csv"
 IMAGE_TOKEN = 151_671
@@ -167,13 +168,13 @@ def make_segment(sample: Sample, core: PackedModel, pixels: torch.Tensor) -> Seg
 
 
 def make_packs(samples: list[Sample], tokens: int, tiles: int) -> list[list[Sample]]:
-    packer, packs, waiting = LanePacker(Budget(tokens, tiles)), [], iter(samples)
+    packer, packs, waiting = Packer(Budget(tokens, tiles)), [], iter(samples)
     for sample in waiting:
         packer.add(sample)
         while packer.full:
-            packs.append(packer.pop())
+            packs.append(packer.pop()[1])
     while packer.waiting:
-        packs.append(packer.pop())
+        packs.append(packer.pop()[1])
     return packs
 
 

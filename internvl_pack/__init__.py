@@ -15,34 +15,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .collate import packed_collate_fn, padded_collate_fn
+    from .batch.collate import packed_collate_fn, padded_collate_fn
+    from .batch.in_batch import in_batch_collate_fn
     from .config import PackingConfig
-    from .dataset import PackedDataset
     from .encode.chat import ChatML, register_template
     from .encode.sample import EncodeConfig, Encoder
     from .errors import SampleError, UserError
-    from .in_batch import in_batch_collate_fn
-    from .loader import PackLoader, build_loader, merge_states
-    from .preset_dataset import PresetDataset
     from .sources import ImageRef, RawSample, Source, register_source
     from .sources.hf import DatasetSource
+    from .stream.dataset import PackedDataset
+    from .stream.loader import PackLoader, build_loader
+    from .stream.preset_dataset import PresetDataset
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "packed_collate_fn": "collate",
-    "padded_collate_fn": "collate",
+    "packed_collate_fn": "batch.collate",
+    "padded_collate_fn": "batch.collate",
     "PackingConfig": "config",
-    "PackedDataset": "dataset",
+    "PackedDataset": "stream.dataset",
     "EncodeConfig": "encode.sample",
     "Encoder": "encode.sample",
     "SampleError": "errors",
     "UserError": "errors",
-    "PackLoader": "loader",
-    "build_loader": "loader",
-    "merge_states": "loader",
-    "PresetDataset": "preset_dataset",
-    "in_batch_collate_fn": "in_batch",
+    "PackLoader": "stream.loader",
+    "build_loader": "stream.loader",
+    "PresetDataset": "stream.preset_dataset",
+    "in_batch_collate_fn": "batch.in_batch",
     "ChatML": "encode.chat",
     "register_template": "encode.chat",
     "DatasetSource": "sources.hf",
@@ -68,7 +67,6 @@ __all__ = [
     "UserError",
     "build_loader",
     "in_batch_collate_fn",
-    "merge_states",
     "packed_collate_fn",
     "padded_collate_fn",
     "register_source",

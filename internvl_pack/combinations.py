@@ -19,7 +19,7 @@ from .errors import UserError
 PADDED, STREAM, IN_BATCH, PRESET = "padded", "stream", "in_batch", "preset"
 PACKED_WAYS = (STREAM, IN_BATCH, PRESET)
 #: Options of the packer, with the values that leave it alone.
-PACKER_OPTIONS = {"packing_policy": "subset_sum", "max_buffer_size": 64, "balance_reservoir": 0}
+PACKER_OPTIONS = {"packing_policy": "subset_sum", "max_buffer_size": 64}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
             f"--{name} with --packing preset: it was decided when the packs were planned; leave it out, or give it to "
             "internvl-pack plan",
         )
-        for name, default in {**PACKER_OPTIONS, "num_lanes": None, "shuffle_buffer_size": None}.items()
+        for name, default in {**PACKER_OPTIONS, "shuffle_buffer_size": None}.items()
     ),
     Rule(
         (IN_BATCH,),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .errors import UserError
-from .packing.budget import Budget
+from .packing.budget import Budget, Room
 from .packing.split import OVERSIZE, split
 from .records import Fragment, Record
-from .sources import DatasetSpec, Source
-from .sources.mixture import Mixture, MixturePart
 
 if TYPE_CHECKING:
     from .encode.sample import Encoder
 
+logger = logging.getLogger(__name__)
+
 ON_ERROR = ("skip", "stop")
+NOT_NEEDED = ("num_lanes", "balance_reservoir")
+"""Options of earlier releases: one plan has no lanes, and its step groups are of like cost by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +29,22 @@ class PackingConfig:
         max_packed_tokens: tokens of a row.
         num_images_expected: tiles of a row, thumbnails included (InternVL's name).
         max_seq_length: tokens of one segment; longer samples follow `oversize`. None: `max_packed_tokens`.
-        max_buffer_size: records of look-ahead a lane.
+        max_buffer_size: records of look-ahead.
         packing_policy: `subset_sum`, `greedy` or `next_fit`; see packing/.
         oversize: `split`, `truncate`, `drop` or `error`.
         repeat_system_prompt: fragments after the first begin with the sample's system turn, untrained.
         max_attention_cost: sum of squared segment lengths of a row, or None.
         pad_to_multiple_of: tokens; each segment's length is rounded up to it inside the budget.
-        balance_reservoir: packs a lane holds back so that all ranks emit packs of like cost; 0 is off.
         cost_model: whose operations packs are balanced by: a size (`1B` to `78B`) or a model's config.json.
-        num_lanes: logical streams; None derives them from the data, see `auto_lanes`.
         packing: False gives one sample a row, for the padded comparison.
         seed: of the order.
         shuffle_buffer_size: samples shuffled together in an order that reads shard after shard, for slow disks and
             shards far away; None shuffles all data at once.
-        shuffle, replacement, use_data_resampling: see sources/mixture.py.
+        shuffle, replacement, use_data_resampling: see order/mixture.py.
         on_error: `skip` counts a bad sample and goes on, `stop` ends the run with its reason.
         max_bad_fraction: the share of bad samples above which the run stops.
+        survey_dir: folder of the surveyed lengths; None: INTERNVL_PACK_CACHE, or the user's cache.
+        num_lanes, balance_reservoir: accepted and not needed any more.
     """
 
     max_packed_tokens: int = 8192
@@ -54,9 +56,7 @@ class PackingConfig:
     repeat_system_prompt: bool = False
     max_attention_cost: int | None = None
     pad_to_multiple_of: int = 1
-    balance_reservoir: int = 0
     cost_model: str = "1B"
-    num_lanes: int | None = None
     packing: bool = True
     seed: int = 42
     shuffle: bool = True
@@ -65,6 +65,9 @@ class PackingConfig:
     use_data_resampling: bool = False
     on_error: str = "skip"
     max_bad_fraction: float = 1.0
+    survey_dir: str | None = None
+    num_lanes: int | None = None
+    balance_reservoir: int | None = None
 
     def __post_init__(self) -> None:
         if self.oversize not in OVERSIZE:
@@ -83,8 +86,10 @@ class PackingConfig:
                     "shuffle_buffer_size with replacement: samples that are drawn anew each time lie anywhere; leave "
                     "one of the two out"
                 )
-        if self.num_lanes is not None and self.num_lanes < 1:
-            raise UserError(f"num_lanes is {self.num_lanes}: give at least 1, or leave it out")
+        for name in NOT_NEEDED:
+            if getattr(self, name) is not None:
+                logger.warning("%s is not needed any more: all readers follow one plan, leave it out", name)
+                object.__setattr__(self, name, None)
         if not 0.0 <= self.max_bad_fraction <= 1.0:
             raise UserError(f"max_bad_fraction is {self.max_bad_fraction}: give a share between 0 and 1")
         self.budget()
@@ -95,30 +100,12 @@ class PackingConfig:
             self.max_packed_tokens, self.num_images_expected, self.max_attention_cost, self.pad_to_multiple_of
         )
 
-    def parts(self, specs: Sequence[DatasetSpec], sources: Sequence[Source]) -> tuple[MixturePart, ...]:
-        """The datasets' shares of an epoch."""
-        return tuple(
-            MixturePart(
-                name=spec.name,
-                num_rows=len(source),
-                repeat_time=spec.repeat_time,
-                weight=spec.weight,
-                block_starts=tuple(map(int, source.block_starts)) if self.shuffle_buffer_size else None,
-            )
-            for spec, source in zip(specs, sources, strict=True)
-        )
-
-    def mixture(self, parts: Sequence[MixturePart], epoch: int) -> Mixture:
-        """The order of an epoch."""
-        return Mixture(
-            parts,
-            seed=self.seed,
-            epoch=epoch,
-            shuffle=self.shuffle,
-            replacement=self.replacement,
-            use_data_resampling=self.use_data_resampling,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-        )
+    @property
+    def room(self) -> Room:
+        """The largest sample that need not be cut."""
+        budget = self.budget()
+        limit = budget.max_segment_tokens if self.max_seq_length is None else self.max_seq_length
+        return Room(min(budget.max_segment_tokens, limit), budget.max_tiles)
 
     def cut(self, record: Record, position: int, budget: Budget) -> list[Fragment]:
         """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it.
@@ -133,19 +120,6 @@ class PackingConfig:
             max_segment_tokens=self.max_seq_length,
             repeat_system_prompt=self.repeat_system_prompt,
         )
-
-
-def auto_lanes(num_positions: int, num_ranks: int = 1, num_workers: int = 0, packs_per_batch: int = 1) -> int:
-    """Lanes for an epoch of `num_positions` samples: a power of two, at most 64, with 512 samples or more each.
-
-    Each lane ends an epoch with one half-filled pack, so small data wants few. Where ranks x workers x
-    packs a batch does not divide that number, the next multiple of it.
-    """
-    lanes = 1
-    while lanes < 64 and num_positions >= 2 * lanes * 512:
-        lanes *= 2
-    readers = num_ranks * max(1, num_workers) * packs_per_batch
-    return -(-lanes // readers) * readers
 
 
 def check_budget(config: PackingConfig, encoder: Encoder) -> None:

@@ -11,6 +11,7 @@ tile      one image_size x image_size crop, one row of `pixel_values`; a thumbna
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,18 @@ class Record:
     num_system_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Part `index` of `count` of a sample: tokens [token_start, token_stop), tiles [tile_start, tile_stop).
 
+    `position` is the sample's place in the epoch's order; (position, index) identifies the fragment within an epoch.
     `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context.
     `num_context_tokens` is 1 where the cut falls inside a run of text: the token before the cut is
     repeated, unsupervised, so that the first token's target has something to be predicted from.
-    `position` is the sample's place in the epoch's order; (position, index) identifies the fragment
-    within an epoch, and is all that a saved state keeps of it.
     """
 
     position: int
-    sample_id: str
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks a fragment for
+    count: int  # type: ignore[assignment]
     token_start: int
     token_stop: int
     tile_start: int
@@ -78,6 +76,6 @@ class Fragment:
         return self.position, self.index
 
 
-def whole(record: Record, position: int = 0) -> Fragment:
+def whole(position: int, num_tokens: int, num_tiles: int) -> Fragment:
     """The single fragment of a sample that is not split."""
-    return Fragment(position, record.sample_id, 0, 1, 0, record.num_tokens, 0, record.num_tiles)
+    return Fragment(position, 0, 1, 0, num_tokens, 0, num_tiles)

@@ -21,7 +21,6 @@ NUM_IMAGES_EXPECTED="${NUM_IMAGES_EXPECTED:-48}"
 GLOBAL_PACKS="${GLOBAL_PACKS:-64}"
 DEEPSPEED="${DEEPSPEED:-zero_stage1}"
 WORKERS="${WORKERS:-4}"
-NUM_LANES="${NUM_LANES:-}"
 SEQUENCE_PARALLEL_SIZE="${SEQUENCE_PARALLEL_SIZE:-1}"
 SEQUENCE_PARALLEL_MODE="${SEQUENCE_PARALLEL_MODE:-}"
 
@@ -53,7 +52,6 @@ finetune_arguments() {
     --num_train_epochs 1 --lr_scheduler_type cosine --warmup_steps 0.03 --bf16 True --grad_checkpoint True
     --dataloader_num_workers "$WORKERS" --deepspeed "$DEEPSPEED" --save_strategy steps --save_steps 200
     --save_total_limit 3 --logging_steps 1 --resume_from_checkpoint auto
-    ${NUM_LANES:+--num_lanes "$NUM_LANES"}
     --sequence_parallel_size "$size" ${SEQUENCE_PARALLEL_MODE:+--sequence_parallel_mode "$SEQUENCE_PARALLEL_MODE"}
   )
 }

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if "INTERNVL_PACK_CACHE" not in os.environ:  # surveys of test data do not belong in the user's cache
+    os.environ["INTERNVL_PACK_CACHE"] = tempfile.mkdtemp(prefix="internvl-pack-tests-")
+    atexit.register(shutil.rmtree, os.environ["INTERNVL_PACK_CACHE"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "shell" / "data" / "demo"
@@ -24,6 +31,12 @@ LONGEST += ("train_evaluation", "lora", "docs_examples", "scenarios", "preset", 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path_factory, monkeypatch):
+    """What one test surveys, another must not find."""
+    monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(autouse=True)

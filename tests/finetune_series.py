@@ -33,7 +33,7 @@ LATE = (
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.qwen2.modeling_qwen2",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler
-    "internvl_pack.loader",
+    "internvl_pack.stream.loader",
     "internvl_pack.model.build",
     "train.trainer",
 )

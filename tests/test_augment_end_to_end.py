@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def loader_of(folder, tokenizer, workers: int = 0):
-    config = PackingConfig(max_packed_tokens=200, num_lanes=2, max_buffer_size=4)
+    config = PackingConfig(max_packed_tokens=200, max_buffer_size=4)
     return build_loader(
         PackedDataset.from_meta(folder / "meta.json", tokenizer, config, encode=TINY), num_workers=workers
     )

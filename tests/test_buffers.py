@@ -7,8 +7,9 @@ import torch
 from factory import TINY, write_jsonl
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader
-from internvl_pack.buffers import TileBuffers
-from internvl_pack.collate import _joined
+from internvl_pack.batch.collate import packed_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
+from internvl_pack.stream.buffers import TileBuffers
 
 SHAPE = (6, 3, 8, 8)
 
@@ -26,6 +27,11 @@ def test_a_buffer_is_used_again_when_nobody_holds_it():
     assert address(pool.take((4, 3, 8, 8))) == place, "for fewer tiles too"
 
 
+def row_of(tiles: np.ndarray) -> PackRow:
+    ids = np.arange(5, dtype=np.int32)
+    return PackRow([Segment("a/0", (0, 1), ids, ids, tiles, (len(tiles),), 4)], tiles)
+
+
 def test_views_and_tensors_keep_it():
     pool = TileBuffers()
     holders = {
@@ -33,7 +39,7 @@ def test_views_and_tensors_keep_it():
         "a slice of a slice": lambda array: array[2:5][:1],
         "a tensor": torch.from_numpy,
         "a slice of a tensor": lambda array: torch.from_numpy(array)[1:2],
-        "what collating joins": lambda array: torch.from_numpy(_joined([array[:2], array[2:4]])),
+        "the batch of a row": lambda array: packed_collate_fn([row_of(array)], image_size=8)["pixel_values"],
     }
     for name, hold in holders.items():
         held = hold(pool.take(SHAPE))
@@ -53,7 +59,7 @@ def test_few_are_kept_and_larger_ones_take_their_place():
 
 def test_batches_that_the_user_keeps_stay_as_they_are(tmp_path, tokenizer):
     dataset = PackedDataset.from_meta(
-        write_jsonl(tmp_path, 60), tokenizer, PackingConfig(max_packed_tokens=150, num_lanes=1), encode=TINY
+        write_jsonl(tmp_path, 60), tokenizer, PackingConfig(max_packed_tokens=150), encode=TINY
     )
     kept, copies = [], []
     for batch in build_loader(dataset):

@@ -14,24 +14,23 @@ import tarfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from factory import TINY, png, write_jsonl, write_meta, write_shards
 
-from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, collate
+from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
 from internvl_pack.cli import main
-from internvl_pack.validate import Checker, validate
+from internvl_pack.survey.validate import Checker, validate
 
 PROMPT = 20.0  # seconds within which anything here ends, on a busy machine
 
 
 def outcome(meta: Path, tokenizer, **config) -> tuple[set[str], dict[str, str]]:
     """({what training delivered}, {what the validator calls bad: its reason}), by own id, else by key or row."""
-    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1, **config), encode=TINY)
-    checker = Checker(dataset.sources, dataset.specs, dataset.encoder, dataset.config, decode=True)
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(**config), encode=TINY)
+    checker = Checker(dataset.samples, dataset.config, decode=True)
     found = [bad for _, part in validate(checker) for bad in part]
     names = {}
-    for source in dataset.sources:
+    for source in dataset.samples.sources:
         for row in range(len(source)):
             sample_id = source.sample_id(row)
             names[sample_id] = sample_id.rpartition("/")[2]
@@ -122,7 +121,7 @@ def test_an_annotation_file(shared_dir, tokenizer, tmp_path, name):
 def test_samples_stay_within_the_budgets_whatever_their_record_says(shared_dir, tokenizer, tmp_path):
     cases = shared_dir / "cases"
     meta = over(tmp_path, root=str(cases / "images"), annotation=str(cases / "jsonl" / "wrong_width_height.jsonl"))
-    config = PackingConfig(max_packed_tokens=120, num_images_expected=6, num_lanes=1)
+    config = PackingConfig(max_packed_tokens=120, num_images_expected=6)
     for batch in build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)):
         assert batch["num_tokens"] <= 120 and batch["num_tiles"] <= 6
         assert batch["pixel_values"].shape == (batch["num_tiles"], 3, 56, 56)
@@ -133,7 +132,7 @@ def test_long_text_is_cut_outside_its_images_and_all_of_it_is_trained(shared_dir
     meta = over(
         tmp_path, root=str(cases / "images"), annotation=str(cases / "jsonl" / "long_text_with_late_image.jsonl")
     )
-    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(max_packed_tokens=500, num_lanes=1), encode=TINY)
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(max_packed_tokens=500), encode=TINY)
     loader, tiles = build_loader(dataset), 0
     for batch in loader:
         ids = batch["input_ids"][0]
@@ -141,7 +140,7 @@ def test_long_text_is_cut_outside_its_images_and_all_of_it_is_trained(shared_dir
         assert int(starts.sum()) == int(ends.sum()) == len(batch["image_offsets"]) - 1
         assert batch["num_image_tokens"] == batch["num_tiles"] * TINY.tokens_per_tile
         tiles += batch["num_tiles"]
-    whole = dataset.encoder.encode(dataset.sources[0].read(0), dataset.specs[0]).record
+    whole = dataset.encoder.encode(dataset.samples.sources[0].read(0), dataset.samples.specs[0]).record
     assert tiles == whole.num_tiles and loader.ledger.counts["samples_split"] == 1
     loader.ledger.check()
 
@@ -242,7 +241,7 @@ def bad_then_good(folder: Path, num_bad: int, num_good: int) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_twelve_bad_then_good_delivers_the_good(tmp_path, tokenizer, workers):
-    config = PackingConfig(num_lanes=1, shuffle=False)
+    config = PackingConfig(shuffle=False)
     dataset = PackedDataset.from_meta(bad_then_good(tmp_path, 12, 3), tokenizer, config, encode=TINY)
     start = time.monotonic()
     loader = build_loader(dataset, num_workers=workers, timeout=60 if workers else 0)
@@ -258,11 +257,12 @@ def test_a_file_of_eighteen_bad_rows_ends_with_eighteen_rejects(shared_dir, toke
     meta = over(tmp_path, root=str(cases / "images"), annotation=str(cases / "jsonl" / "every_image_bad.jsonl"))
     start = time.monotonic()
     loader = build_loader(
-        PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1), encode=TINY),
+        PackedDataset.from_meta(meta, tokenizer, PackingConfig(), encode=TINY),
         num_workers=workers,
         timeout=60 if workers else 0,
     )
-    assert list(loader) == []
+    with pytest.raises(UserError, match=r"no sample of epoch 0 can be trained on \(\d+ .*; set/\d+: .*every_image_bad"):
+        list(loader)
     assert loader.ledger.samples_quarantined == loader.ledger.samples_in == 18
     assert len(loader.take_events()) == 18
     assert time.monotonic() - start < PROMPT
@@ -273,7 +273,7 @@ def test_a_large_dataset_in_which_nothing_loads_stops_with_the_first_real_error(
     meta = bad_then_good(tmp_path, 5000, 0)
     start = time.monotonic()
     loader = build_loader(
-        PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1), encode=TINY),
+        PackedDataset.from_meta(meta, tokenizer, PackingConfig(), encode=TINY),
         num_workers=workers,
         timeout=60 if workers else 0,
     )
@@ -432,25 +432,13 @@ def test_each_neighbour_keeps_its_own_pixels(tmp_path, tokenizer):
     meta = write_jsonl(tmp_path, 40)
     for path in sorted((tmp_path / "images").iterdir())[::5]:
         path.write_bytes(path.read_bytes()[:60])
-    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1), encode=TINY)
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(), encode=TINY)
     seen = 0
     for batch in build_loader(dataset, packs_per_batch=1):
         offsets = batch["segment_tile_offsets"].tolist()
         for sample_id, start, stop in zip(batch["sample_ids"], offsets, offsets[1:], strict=False):
-            raw = dataset.sources[0].read(int(sample_id.rpartition("/")[2]))
-            tiles = dataset.encoder.decode(dataset.encoder.encode(raw, dataset.specs[0]))
+            raw = dataset.samples.sources[0].read(int(sample_id.rpartition("/")[2]))
+            tiles = dataset.encoder.decode(dataset.encoder.encode(raw, dataset.samples.specs[0]))
             assert (batch["pixel_values"][start:stop].numpy() == tiles).all()
             seen += stop - start
     assert seen > 40
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2)], ids=["colours apart", "colours together"])
-def test_tiles_of_one_pack_are_joined_without_a_copy(order):
-    pack = np.arange(48, dtype=np.uint8).reshape(6, 2, 2, 2).transpose(order)
-    whole = collate._joined([pack[1:3], pack[3:4], pack[4:6]])
-    assert np.array_equal(whole, pack[1:]) and np.shares_memory(whole, pack)
-    assert whole.strides == pack.strides
-    other = pack[:1].copy()
-    for parts in ([pack[:2], pack[3:]], [pack[2:], pack[:2]], [other, pack], [pack[:1], other], [pack[1:], pack[:1]]):
-        joined = collate._joined(parts)
-        assert np.array_equal(joined, np.concatenate(parts)) and not np.shares_memory(joined, pack)

@@ -20,8 +20,9 @@ from factory import TINY, write_meta
 
 from internvl_pack import EncodeConfig, Encoder, PackedDataset, PackingConfig, SampleError, UserError, build_loader
 from internvl_pack.encode.video import Clip, PlannedFrame, interval, number_of_frames, plan_clip
-from internvl_pack.sources import FileRef, load_meta, open_source
-from internvl_pack.validate import Checker, validate
+from internvl_pack.samples import Samples
+from internvl_pack.sources import FileRef, load_meta
+from internvl_pack.survey.validate import Checker, validate
 
 av = pytest.importorskip("av")
 LIMIT = 1 << 26
@@ -388,11 +389,10 @@ def test_videos_are_packed_beside_images_and_broken_ones_leave(tmp_path, tokeniz
                     tar.addfile(info, io.BytesIO(data))
         spec = {"shards": "s.tar"}
     meta = write_meta(tmp_path, {"set": spec})
-    specs = load_meta(meta)
-    checker = Checker([open_source(s) for s in specs], specs, encoder, decode=True)
+    checker = Checker(Samples.from_specs(load_meta(meta), encoder), decode=True)
     bad = {sample.id: sample.reason for _, part in validate(checker) for sample in part}
     assert bad.keys() == {"v1.mp4", "v2.mp4"} and bad["v1.mp4"] == "video_not_a_video"
-    config = PackingConfig(max_packed_tokens=1000, num_lanes=1)
+    config = PackingConfig(max_packed_tokens=1000)
     loader = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY))
     tiles = sum(batch["num_tiles"] for batch in loader)
     assert loader.ledger.samples_packed == 2 and loader.ledger.samples_quarantined == 2

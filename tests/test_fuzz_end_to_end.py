@@ -12,8 +12,9 @@ from encode_samples import file_of, smooth_pixels
 from factory import TINY, write_meta
 
 from internvl_pack import Encoder, PackedDataset, PackingConfig, UserError, build_loader
-from internvl_pack.sources import load_meta, open_source
-from internvl_pack.validate import Checker, validate
+from internvl_pack.samples import Samples
+from internvl_pack.sources import load_meta
+from internvl_pack.survey.validate import Checker, validate
 
 CASES = 250  # of each of the four kinds
 ROWS = 6
@@ -47,20 +48,17 @@ def record(row: int, image: str) -> bytes:
 
 def verdicts(meta, encoder) -> tuple[dict[str, str | None], dict[str, str]]:
     """({good sample ids: own id}, {bad ones: reason}) by the validator, pixels decoded."""
-    specs = load_meta(meta)
-    sources = [open_source(spec) for spec in specs]
-    checker = Checker(sources, specs, encoder, decode=True)
+    samples = Samples.from_specs(load_meta(meta), encoder)
+    checker = Checker(samples, decode=True)
     bad = {str(sample.sample_id): sample.reason for _, part in validate(checker) for sample in part}
-    rows = [(source, row) for source in sources for row in range(len(source))]
+    rows = [(source, row) for source in samples.sources for row in range(len(source))]
     good = {i: s.read(r).own_id for s, r in rows if (i := s.sample_id(r)) not in bad}
     return good, bad
 
 
 def check_training(meta, encoder, good: dict[str, str | None], bad: dict[str, str]) -> None:
     """What the loader delivers is what the validator calls good."""
-    specs = load_meta(meta)
-    sources = [open_source(spec) for spec in specs]
-    dataset = PackedDataset(sources, encoder, PackingConfig(max_packed_tokens=300, num_lanes=1), specs=specs)
+    dataset = PackedDataset(Samples.from_specs(load_meta(meta), encoder), config=PackingConfig(max_packed_tokens=300))
     loader = build_loader(dataset)
     delivered = [i for batch in loader for i in batch["sample_ids"] if not i.startswith("<")]
     assert sorted(delivered) == sorted(good)

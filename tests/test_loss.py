@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from internvl_pack.batch.loss_weights import IGNORE_INDEX, normalized, token_weights
 from internvl_pack.errors import UserError
-from internvl_pack.loss import IGNORE_INDEX, normalized, token_weights
 
 # Two ranks, two accumulation steps: per step the samples as (losses of the targets, which are supervised).
 ORACLE = {

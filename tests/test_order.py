@@ -1,16 +1,14 @@
-"""Order: the permutation, the mixture, and the lanes."""
+"""Order: the permutation and the mixture."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import cycle, islice
 
 import pytest
 
 from internvl_pack.errors import UserError
-from internvl_pack.lanes import Topology, divisors, packs_before
-from internvl_pack.sources.mixture import Mixture, MixturePart, mixture_counts
-from internvl_pack.sources.order import Permutation, derive_seed
+from internvl_pack.order.mixture import Mixture, MixturePart, mixture_counts
+from internvl_pack.order.permutation import Permutation, derive_seed
 
 
 def test_permutation_is_a_bijection_for_every_size_to_2000():
@@ -127,56 +125,3 @@ def test_replacement_draws_independently_in_proportion():
 def test_without_shuffling_rows_come_in_file_order():
     mixture = Mixture(parts(3, 2), seed=9, shuffle=False)
     assert [mixture.locate(k) for k in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-
-
-def global_sequence(topology: Topology, num_packs: int) -> list[tuple[int, int]]:
-    """(lane, how often it was visited) of global packs, as ranks in lockstep read them from their workers."""
-    readers = {}
-    visits: Counter = Counter()
-    out = []
-    for step in range(num_packs // (topology.num_ranks * topology.packs_per_batch)):
-        worker = step % topology.num_readers
-        batches = []
-        for rank in range(topology.num_ranks):
-            if (rank, worker) not in readers:
-                readers[rank, worker] = cycle(topology.reader_lanes(rank, worker))
-            batches.append(list(islice(readers[rank, worker], topology.packs_per_batch)))
-        for place in range(topology.packs_per_batch):
-            for rank in range(topology.num_ranks):
-                lane = batches[rank][place]
-                out.append((lane, visits[lane]))
-                visits[lane] += 1
-    return out
-
-
-def test_every_topology_gives_the_same_global_sequence():
-    num_lanes, num_packs = 24, 96
-    expected = [(g % num_lanes, g // num_lanes) for g in range(num_packs)]
-    tried = 0
-    for ranks in divisors(num_lanes):
-        for workers in divisors(num_lanes // ranks):
-            for batch in divisors(num_lanes // ranks // workers):
-                topology = Topology(num_lanes=num_lanes, num_ranks=ranks, num_workers=workers, packs_per_batch=batch)
-                owned = [topology.reader_lanes(r, w) for r in range(ranks) for w in range(workers)]
-                assert sorted(lane for lanes in owned for lane in lanes) == list(range(num_lanes))
-                assert global_sequence(topology, num_packs) == expected, topology
-                tried += 1
-    assert tried > 30
-
-
-def test_a_run_that_starts_in_the_middle_goes_on_with_the_next_global_pack():
-    for first in range(25):
-        topology = Topology(num_lanes=12, num_ranks=3, num_workers=2, packs_per_batch=2, first_pack=first)
-        lanes = [lane for lane, _ in global_sequence(topology, 24)]
-        assert lanes == [(first + g) % 12 for g in range(24)]
-
-
-def test_packs_before_counts_a_lanes_packs():
-    for first in range(40):
-        for lane in range(7):
-            assert packs_before(first, lane, 7) == sum(1 for g in range(first) if g % 7 == lane)
-
-
-def test_a_reader_count_that_does_not_divide_the_lanes_is_refused_with_the_valid_ones():
-    with pytest.raises(UserError, match=r"num_lanes 8 .* 3 ranks .* one of 1, 2, 4, 8"):
-        Topology(num_lanes=8, num_ranks=3)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import zip_longest
 
 import pytest
 from factory import TINY, write_shards
+from helpers.presets import resume, samples_of, saved, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internvl_pack.config import PackingConfig
-from internvl_pack.dataset import PackedDataset
 from internvl_pack.errors import UserError
-from internvl_pack.loader import build_loader, merge_states
-from internvl_pack.sources.local_order import CHUNK_ROWS, BlockWalk, Interleaved
-from internvl_pack.sources.mixture import Mixture, MixturePart
+from internvl_pack.order.local_order import CHUNK_ROWS, BlockWalk, Interleaved
+from internvl_pack.order.mixture import Mixture, MixturePart
+from internvl_pack.stream.dataset import PackedDataset
+from internvl_pack.stream.loader import build_loader
 
 
 @settings(max_examples=150, deadline=None)
@@ -73,7 +73,7 @@ def test_half_of_one_file_is_not_its_head():
     assert 0.2 < sum(row < n // 2 for row in halves[0]) / len(halves[0]) < 0.8
 
 
-CONFIG = PackingConfig(max_packed_tokens=400, max_buffer_size=4, num_lanes=4, seed=3, shuffle_buffer_size=20)
+CONFIG = PackingConfig(max_packed_tokens=400, max_buffer_size=4, seed=3, shuffle_buffer_size=20)
 
 
 @pytest.fixture(scope="module")
@@ -82,43 +82,48 @@ def shards(tmp_path_factory):
 
 
 def ranks_of(meta, tokenizer, ranks: int, config: PackingConfig = CONFIG):
+    """Loaders of a step of four packs."""
     return [
-        build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks))
+        build_loader(
+            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks),
+            accumulation=4 // ranks,
+        )
         for rank in range(ranks)
     ]
 
 
-def ids_of(ranks, steps: int | None = None) -> list[str]:
-    """Sample ids in the global order of packs."""
-    out: list[str] = []
-    for step, batches in enumerate(zip_longest(*ranks)):
-        out += [i for batch in batches if batch for i in batch["sample_ids"] if not i.startswith("<")]
-        if step + 1 == steps:
-            break
-    return out
+def ids_of(ranks) -> list[str]:
+    """Sample ids in the order of steps."""
+    return [name for step in samples_of(ranks) for name, _ in step]
 
 
 def test_training_reads_few_shards_at_a_time_and_every_sample_once(shards, tokenizer):
-    ids = ids_of(ranks_of(shards, tokenizer, 1))
+    """The pool of packs is larger than this data: the order of packs before it tells what is read together."""
+
+    def shards_read(config: PackingConfig) -> list[str]:
+        dataset = PackedDataset.from_meta(shards, tokenizer, config, encode=TINY)
+        packs, mixture = dataset.pack_sequence(0), dataset.mixture(0)
+        positions = [f.position for pack in iter(packs.next_pack, None) for f in pack.fragments if f.index == 0]
+        ids = [dataset.samples.sample_id(*mixture.locate(position)) for position in positions]
+        assert len(ids) == len(set(ids)) == 240
+        return [name.split("/")[1] for name in ids]
+
+    def open_at_once(read: list[str]) -> int:
+        return max(len(set(read[k : k + 20])) for k in range(220))
+
+    assert open_at_once(shards_read(CONFIG)) <= 3 < open_at_once(shards_read(replace(CONFIG, shuffle_buffer_size=None)))
+    ids = ids_of(ranks_of(shards, tokenizer, 2))
     assert len(ids) == len(set(ids)) == 240
-    shard_of = [i.split("/")[1] for i in ids]
-    open_at_once = max(len(set(shard_of[k : k + 20])) for k in range(220))
-    everywhere = [
-        i.split("/")[1] for i in ids_of(ranks_of(shards, tokenizer, 1, replace(CONFIG, shuffle_buffer_size=None)))
-    ]
-    assert open_at_once <= 3 < max(len(set(everywhere[k : k + 20])) for k in range(220))
 
 
 def test_it_goes_on_after_a_stop_on_another_number_of_ranks(shards, tokenizer):
     expected = ids_of(ranks_of(shards, tokenizer, 1))
     two = ranks_of(shards, tokenizer, 2)
-    iterators = [iter(loader) for loader in two]
-    begun = ids_of(iterators, steps=4)
-    state = merge_states([loader.state_dict() for loader in two])
+    begun = steps_of(two, 4)
     four = ranks_of(shards, tokenizer, 4)
-    for loader in four:
-        loader.load_state_dict(state)
-    assert begun + ids_of(four) == expected
+    resume(four, saved(two))
+    rest = ids_of(four)
+    assert len(begun) == 4 and 0 < len(rest) < len(expected) and rest == expected[-len(rest) :]
 
 
 def test_options_that_contradict_it_are_refused():

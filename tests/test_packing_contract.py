@@ -14,14 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internvl_pack.errors import SampleError
-from internvl_pack.packing.balance import PRIOR_WEIGHT, prior_figures
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.knapsack import SubsetSums
-from internvl_pack.packing.packer import LanePacker
+from internvl_pack.packing.packer import Packer
 from internvl_pack.packing.policies import POLICIES
-from internvl_pack.packing.simulate import Length, _costs, _handed_out, simulate
 from internvl_pack.packing.split import EXACT_FRAGMENTS, split
 from internvl_pack.records import Fragment, Record, Span, whole
 
@@ -42,8 +39,8 @@ def items(*sizes: tuple[int, int] | int) -> list[Item]:
 
 
 def pack_all(stream: list[Item], budget: Budget, **options) -> list[list[Item]]:
-    """Every pack of a finite stream, driven as a lane drives it."""
-    packer = LanePacker(budget, **options)
+    """Every pack of a finite stream, driven as a plan drives it."""
+    packer: Packer[Item] = Packer(budget, **options)
     packs, feed = [], iter(stream)
     more = True
     while True:
@@ -55,7 +52,7 @@ def pack_all(stream: list[Item], budget: Budget, **options) -> list[list[Item]]:
                 packer.add(item)
         if not packer.waiting:
             return packs
-        packs.append(packer.pop())
+        packs.append(packer.pop()[1])
 
 
 def keys(packs: list[list[Item]]) -> list[list[int]]:
@@ -108,7 +105,7 @@ def test_the_attention_budget_limits_the_squares():
 
 
 def test_an_empty_fragment_is_refused_and_one_over_the_budget_too():
-    packer = LanePacker(Budget(10, 2))
+    packer = Packer(Budget(10, 2))
     with pytest.raises(SampleError, match="sample_empty"):
         packer.add(Item((0, 0), 0))
     for size in ((11, 0), (1, 3)):
@@ -137,7 +134,7 @@ def test_vectors_of_public_bug_reports(policy, shared_dir):
         budget = Budget(
             entry["token_budget"], entry["tile_budget"], pad_to_multiple_of=entry.get("segment_multiple", 1)
         )
-        fragments, refused = [], {}
+        fragments, refused, ids = [], {}, [sample["id"] for sample in entry["samples"]]
         for position, sample in enumerate(entry["samples"]):
             try:
                 fragments += split(record_of(sample), position, budget, oversize="drop")
@@ -146,15 +143,15 @@ def test_vectors_of_public_bug_reports(policy, shared_dir):
         packs = pack_all(fragments, budget, policy=policy, buffer_size=entry.get("buffer", 64))
         name = entry["id"]
         seen.add(name)
-        packed = [f.sample_id for pack in packs for f in pack]
-        assert sorted([*packed, *refused]) == sorted(s["id"] for s in entry["samples"]), name
+        packed = [ids[f.position] for pack in packs for f in pack]
+        assert sorted([*packed, *refused]) == sorted(ids), name
         for pack in packs:
             assert pack, name
             assert sum(budget.aligned(f.num_tokens) for f in pack) <= budget.max_tokens, name
             assert sum(f.num_tiles for f in pack) <= budget.max_tiles, name
         if name in expected_packs:
             assert len(packs) == expected_packs[name], name
-        by_name = [sorted(f.sample_id for f in pack) for pack in packs]
+        by_name = [sorted(ids[f.position] for f in pack) for pack in packs]
         if name == "P02":
             assert ["a"] in by_name and ["d"] in by_name and ["b", "c"] in by_name
         if name == "P04":
@@ -199,12 +196,11 @@ def streams(draw) -> tuple[Budget, list[Item]]:
 
 
 @pytest.mark.parametrize("policy", PACKERS)
-@given(stream=streams(), buffer_size=st.integers(1, 20), reservoir=st.sampled_from([0, 0, 3]))
+@given(stream=streams(), buffer_size=st.integers(1, 20))
 @settings(max_examples=700, deadline=None)
-def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, stream, buffer_size, reservoir):
+def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, stream, buffer_size):
     budget, sizes = stream
-    prior = figures_of(budget, sizes[::2]) if len(sizes) % 2 else None
-    options = {"policy": policy, "buffer_size": buffer_size, "reservoir": reservoir, "prior": prior}
+    options = {"policy": policy, "buffer_size": buffer_size}
     packs = pack_all(sizes, budget, **options)
     assert sorted(item.key for pack in packs for item in pack) == [item.key for item in sizes]
     for pack in packs:
@@ -220,32 +216,20 @@ def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, strea
     assert not sizes or bounds.best() <= len(packs)
 
 
-def figures_of(budget: Budget, sizes: list[Item]) -> dict[str, int] | None:
-    return prior_figures(budget, CostModel.from_size("1B"), [(item.num_tokens, item.num_tiles) for item in sizes])
-
-
-@given(
-    stream=streams(),
-    buffer_size=st.integers(1, 12),
-    reservoir=st.sampled_from([0, 4]),
-    stop=st.integers(0, 30),
-    seen_before=st.integers(0, 20),
-)
+@given(stream=streams(), buffer_size=st.integers(1, 12), stop=st.integers(0, 30))
 @settings(max_examples=300, deadline=None)
-def test_a_state_through_json_goes_on_exactly(stream, buffer_size, reservoir, stop, seen_before):
+def test_a_state_through_json_goes_on_exactly(stream, buffer_size, stop):
     budget, sizes = stream
-    prior = figures_of(budget, sizes[:seen_before])
-    packer = LanePacker(budget, buffer_size=buffer_size, reservoir=reservoir, prior=prior)
+    packer: Packer[Item] = Packer(budget, buffer_size=buffer_size)
     feed = iter(sizes)
     packs: list[list[Item]] = []
     more = True
     while True:
         if len(packs) == stop:
-            waiting = {item.key: item for item in packer.waiting}
-            state = json.loads(json.dumps(packer.state_dict()))
-            packer = LanePacker(budget, buffer_size=buffer_size, reservoir=reservoir)
+            waiting, state = packer.waiting, json.loads(json.dumps(packer.state_dict()))
+            packer = Packer(budget, buffer_size=buffer_size)
             packer.load_state_dict(state, waiting)
-            assert [i.key for i in packer.waiting] == list(waiting)
+            assert packer.waiting == waiting and json.loads(json.dumps(packer.state_dict())) == state
         while more and not packer.full:
             item = next(feed, None)
             more = item is not None
@@ -253,14 +237,14 @@ def test_a_state_through_json_goes_on_exactly(stream, buffer_size, reservoir, st
                 packer.add(item)
         if not packer.waiting:
             break
-        packs.append(packer.pop())
-    assert packs == pack_all(sizes, budget, buffer_size=buffer_size, reservoir=reservoir, prior=prior)
+        packs.append(packer.pop()[1])
+    assert packs == pack_all(sizes, budget, buffer_size=buffer_size)
 
 
-@pytest.mark.parametrize("reservoir", [0, 16])
-def test_no_fragment_waits_longer_than_the_packer_says(reservoir):
+@pytest.mark.parametrize("policy", PACKERS)
+def test_no_fragment_waits_longer_than_the_packer_says(policy):
     rng = random.Random(1)
-    packer = LanePacker(Budget(8192, 40), buffer_size=16, reservoir=reservoir)
+    packer: Packer[Item] = Packer(Budget(8192, 40), policy=policy, buffer_size=16)
     born, popped, longest = {}, 0, 0
     for number in range(4000):
         giant = rng.random() < 0.03
@@ -268,7 +252,7 @@ def test_no_fragment_waits_longer_than_the_packer_says(reservoir):
             (number, 0), rng.randint(7000, 8192) if giant else rng.randint(60, 2500), rng.choice((0, 0, 1, 5, 13))
         )
         while packer.full:
-            for done in packer.pop():
+            for done in packer.pop()[1]:
                 longest = max(longest, popped - born.pop(done.key))
             popped += 1
         packer.add(item)
@@ -346,7 +330,7 @@ def test_truncation_keeps_the_longest_prefix_that_fits(record, tokens):
     (fragment,) = split(record, 0, budget, oversize="truncate")
     assert isinstance(fragment, Fragment) and budget.fits(fragment.num_tokens, fragment.num_tiles)
     if record.num_tokens <= tokens and record.num_tiles <= 8:
-        assert fragment == whole(record)
+        assert fragment == whole(0, record.num_tokens, record.num_tiles)
     else:
         assert fragment.token_stop < record.num_tokens
 
@@ -379,41 +363,6 @@ def test_packs_on_real_lengths_are_near_the_bound(real_lengths, tokens, tiles, o
         bounds.add(item.num_tokens, item.num_tiles)
     packs = pack_all(stream, budget)
     assert bounds.best() <= len(packs) <= over_bound * bounds.best()
-
-
-def test_ranks_that_begin_with_figures_in_common_pack_alike(real_lengths):
-    found = simulate([Length(t, v) for t, v in real_lengths[:4000]], Budget(8192, 40), num_ranks=8)
-    assert found.rank_efficiency >= 0.955 and found.rank_efficiency_reservoir >= 0.965
-
-
-def test_a_reservoir_hands_out_the_packs_that_are_built_without_one(real_lengths):
-    """What the simulation of ranks rests on."""
-    budget, cost = Budget(8192, 40), CostModel.from_size("1B")
-    stream = [Item((i, 0), t, v) for i, (t, v) in enumerate(real_lengths[:1500]) if budget.fits(t, v)]
-    prior = figures_of(budget, stream)
-
-    def costs(reservoir: int) -> list[int]:
-        return list(_costs(iter(stream), LanePacker(budget, reservoir=reservoir, prior=prior), cost))
-
-    held = costs(16)
-    assert len(held) > 200 and held == list(_handed_out(costs(0), 16))[: len(held)]
-
-
-def test_figures_in_common_are_those_of_their_samples_at_a_fixed_weight():
-    budget, sizes = Budget(100, 8, pad_to_multiple_of=4), items((10, 1), (31, 0), (60, 4))
-    figures = figures_of(budget, sizes)
-    assert figures is not None
-    times = PRIOR_WEIGHT // 3
-    assert [figures[name] for name in ("samples", "tokens", "tiles")] == [3 * times, 104 * times, 5 * times]
-    assert figures["tokens_bind"] in (0, 1) and set(figures) == set(LanePacker(budget).state_dict()["figures"])
-    assert figures_of(budget, []) is None
-    many = figures_of(budget, items(*[10] * (PRIOR_WEIGHT + 5)))
-    assert many is not None and many["samples"] == PRIOR_WEIGHT + 5
-    packer = LanePacker(budget, prior=figures)
-    packer.add(sizes[0])
-    assert packer.state_dict()["figures"]["samples"] == 3 * times + 1
-    with pytest.raises(AssertionError):
-        packer.expect(figures)
 
 
 def test_subset_sums_give_the_nearest_of_the_fullest_rows_first():

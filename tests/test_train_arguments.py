@@ -67,14 +67,14 @@ def test_data_options_reach_packing_and_encoding():
         num_images_expected=24,
         max_seq_length=2048,
         oversize="drop",
-        num_lanes=6,
+        num_lanes=6,  # accepted, and not needed any more
         use_data_resampling=True,
         force_image_size=224,
         max_dynamic_patch=6,
     )
     packing, encode = data.packing_config(seed=7), data.encode_config(patch_size=14)
     assert (packing.max_packed_tokens, packing.num_images_expected, packing.max_seq_length) == (4096, 24, 2048)
-    assert (packing.oversize, packing.num_lanes, packing.use_data_resampling) == ("drop", 6, True)
+    assert (packing.oversize, packing.num_lanes, packing.use_data_resampling) == ("drop", None, True)
     assert (packing.seed, packing.packing) == (7, True)
     assert (encode.image_size, encode.tokens_per_tile, encode.max_dynamic_patch) == (224, 64, 6)
     assert not encode.dynamic_image_size
@@ -167,8 +167,6 @@ WITH_A_MODEL = [
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--use_packed_ds", "True", "--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
     (["--num_images_expected", "0"], "num_images_expected is 0"),
-    (["--num_lanes", "3", "--per_device_train_batch_size", "2"], "num_lanes 3 is not divisible"),
-    (["--num_lanes", "0"], "num_lanes is 0: give at least 1"),
     (
         ["--freeze_backbone", "True", "--unfreeze_vit_layers", "2"],
         "--unfreeze_vit_layers 2: the vision tower has layers",

@@ -138,17 +138,6 @@ def test_a_checkpoint_of_other_options_is_refused_by_the_name_of_the_option(trai
     assert train(*changed, "--resume_ignore_options", "True") == 0
 
 
-def test_a_step_of_ended_lanes_alone_does_not_end_the_epoch_of_the_others(train, tmp_path):
-    """One pack a step: lanes that have ended give whole steps without samples while another still has some."""
-    options = ("--use_packed_ds", "True", "--num_lanes", "8", "--max_packed_tokens", "160", "--save_strategy", "no")
-    assert train(*options, "--num_train_epochs", "1", "--log_sample_ids", "True") == 0
-    lines = (tmp_path / "sample_ids" / "rank00000.jsonl").read_text(encoding="utf-8").splitlines()
-    sizes = [len(json.loads(line)["ids"]) for line in lines]
-    assert 0 in sizes and sizes[-1] > 0, "the data has no such step: the test shows nothing"
-    run = summary_of(tmp_path)
-    assert (run["samples_in"], run["samples_packed"], run["samples_waiting"]) == (COUNT, COUNT - 1, 0)
-
-
 def test_strict_rows_all_have_the_budget_for_length_and_train_the_same(train, tmp_path):
     loose, strict = tmp_path / "loose", tmp_path / "strict"
     steps = ("--use_packed_ds", "True", "--max_steps", "3", "--save_strategy", "no")
@@ -189,7 +178,7 @@ class FakeLoader:
 
 
 def event(name: str, epoch: int = 0) -> dict:
-    return {"id": name, "reason": "image_missing", "detail": "d", "epoch": epoch, "lane": 0, "turn": 1}
+    return {"id": name, "reason": "image_missing", "detail": "d", "epoch": epoch, "step": 1}
 
 
 def test_a_resumed_run_adds_only_what_is_new(tmp_path):

@@ -29,7 +29,7 @@ def made(tmp_path_factory, tokenizer) -> Path:
     write_jsonl(folder, COUNT)
     save_tiny_checkpoint(folder / "model", tokenizer)
     argv = ["plan", str(folder / "meta.json"), "--out", str(folder / "preset"), "--tokenizer", str(folder / "model")]
-    argv += ["--workers", "0", "--num_lanes", "2", "--packing_policy", "first_fit_shuffle"]
+    argv += ["--workers", "0", "--packing_policy", "first_fit_shuffle"]
     assert internvl_pack([*argv, *SHAPE]) == 0
     return folder
 
@@ -132,7 +132,7 @@ def test_a_preset_of_other_options_is_refused_at_start_by_their_name(train, made
 def test_a_preset_that_holds_its_data_trains_without_it(train, made, tmp_path):
     write_jsonl(tmp_path / "data", COUNT)
     argv = ["plan", str(tmp_path / "data" / "meta.json"), "--out", str(tmp_path / "preset"), "--materialise"]
-    assert internvl_pack([*argv, "--tokenizer", str(made / "model"), "--workers", "2", "--num_lanes", "2", *SHAPE]) == 0
+    assert internvl_pack([*argv, "--tokenizer", str(made / "model"), "--workers", "2", *SHAPE]) == 0
     shutil.rmtree(tmp_path / "data")
     assert not (tmp_path / "preset" / "work").exists()
     options = ("--packing", "preset", "--preset_path", str(tmp_path / "preset"), "--num_train_epochs", "1")
@@ -146,7 +146,6 @@ def test_a_preset_that_holds_its_data_trains_without_it(train, made, tmp_path):
     ("options", "message"),
     [
         (("--packing_policy", "best"), "--packing_policy best is unknown: use one of"),
-        (("--packing_policy", "first_fit_shuffle", "--balance_reservoir", "4"), "--balance_reservoir does not go with"),
         (("--workers", "-1"), "--workers must be at least 0"),
         (("--epochs", "0"), "--epochs 0: give at least 1"),
         (("--tokenizer", "nowhere"), "--tokenizer nowhere cannot be loaded"),

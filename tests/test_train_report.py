@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from internvl_pack.report.ledger import Ledger
+from internvl_pack.ledger import Ledger
 from train import quickstart_report
 from train.progress import ConsoleProgress
 from train.summary import tokens_per_second
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIRED = """ranks zero_stage steps token_fill tile_fill packs samples_in samples_packed samples_dropped loss_first
-loss_last tokens_per_s_packed tokens_per_s_padded"""
+REQUIRED = """ranks zero_stage steps steps_over_bound steps_empty token_fill tile_fill packs samples_in samples_packed
+samples_dropped loss_first loss_last tokens_per_s_packed tokens_per_s_padded"""
 
 
 def run_summary(**changes) -> dict:
@@ -34,6 +34,8 @@ def run_summary(**changes) -> dict:
         "dtype": "float32",
         "attn_kernel": "sdpa",
         "steps": 60,
+        "steps_over_bound": 1.0345,
+        "steps_empty": 0,
         "max_packed_tokens": 2048,
         "num_images_expected": 40,
         "packs": 120,

@@ -36,7 +36,7 @@ hosts, command = sys.argv[place].split(","), " ".join(sys.argv[place + 1 :])
 runs = [subprocess.Popen(["bash", "-c", command.replace("%n", str(i))]) for i in range(len(hosts))]
 sys.exit(max(run.wait() for run in runs))
 """
-OPTIONS = ["--force_image_size", "56", "--dynamic_image_size", "True", "--num_lanes", "4", "--use_cpu", "True"]
+OPTIONS = ["--force_image_size", "56", "--dynamic_image_size", "True", "--use_cpu", "True"]
 OPTIONS += ["--bf16", "False", "--save_steps", "1000", "--warmup_steps", "0", "--report_to", "none"]
 OPTIONS += ["--grad_checkpoint", "False", "--check_isolation", "False", "--log_sample_ids", "True"]
 OPTIONS += ["--max_steps", str(STEPS), "--lr_scheduler_type", "linear", "--learning_rate", "1e-3"]
@@ -198,7 +198,7 @@ def test_the_file_is_seen_once(tmp_path):
 
 
 def test_a_reader_obeys_its_parent_alone():
-    code = "import time; from internvl_pack.signals import obey_only_the_parent as obey; obey(); obey(); "
+    code = "import time; from internvl_pack.stream.worker import obey_only_the_parent as obey; obey(); obey(); "
     code += "print('ready', flush=True); time.sleep(60)"
     reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"

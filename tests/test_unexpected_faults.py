@@ -6,15 +6,17 @@ import errno
 import json
 import struct
 
+import numpy as np
 import pytest
 from factory import TINY, png, write_jsonl, write_meta
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
 from internvl_pack.encode import sample as encode_sample
 from internvl_pack.errors import SampleError, costs_one_sample
-from internvl_pack.scan import Scanner
 from internvl_pack.sources.jsonl import JsonlSource
-from internvl_pack.validate import Checker, validate
+from internvl_pack.survey.table import REFUSED
+from internvl_pack.survey.validate import Checker, validate
+from internvl_pack.survey.workers import measure_all
 
 ROWS = 12
 BAD = 7  # the row that has the fault
@@ -76,7 +78,7 @@ def meta(tmp_path_factory):
 
 
 def dataset_of(meta, tokenizer, **config) -> PackedDataset:
-    options = PackingConfig(max_packed_tokens=512, num_images_expected=24, num_lanes=1, **config)
+    options = PackingConfig(max_packed_tokens=512, num_images_expected=24, **config)
     return PackedDataset.from_meta(meta, tokenizer, options, encode=TINY)
 
 
@@ -96,18 +98,18 @@ def test_a_fault_costs_its_sample_and_no_other(kind, stage, meta, tokenizer, mon
     assert words in event["detail"] and event["source"].endswith(f"line {BAD + 1}")
     json.dumps(event).encode()
 
-    checker = Checker(dataset.sources, dataset.specs, dataset.encoder, dataset.config, decode=True)
+    checker = Checker(dataset.samples, dataset.config, decode=True)
     (bad,) = [bad for _, part in validate(checker) for bad in part]
     assert (bad.index, bad.reason) == (BAD, reason) and words in bad.detail
 
 
-def test_planning_refuses_it_as_streaming_does(meta, tokenizer, monkeypatch, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    dataset = dataset_of(meta, tokenizer)
+def test_the_survey_made_beforehand_refuses_it_as_a_run_does(meta, tokenizer, monkeypatch):
+    survey = dataset_of(meta, tokenizer).survey
     faulty_read(monkeypatch, KeyError("colour"))
-    Scanner(dataset.sources, dataset.specs, dataset.encoder).measure(0, 0, ROWS, tmp_path / "chunk.parquet")
-    reasons = parquet.read_table(tmp_path / "chunk.parquet")["reason"].to_pylist()
-    assert reasons == [None] * BAD + ["unexpected_error"] + [None] * (ROWS - BAD - 1)
+    assert sum(measure_all(survey)) == ROWS
+    verdicts = survey.tables[0].lengths(np.arange(ROWS)).verdicts.tolist()
+    assert [row for row, verdict in enumerate(verdicts) if verdict == REFUSED] == [BAD]
+    assert survey.tables[0].note(BAD).error[0] == "unexpected_error"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_a_split_sample_that_loses_an_image_trains_its_other_parts_and_counts_as
     rows = [{"id": "long", "image": [f"{n}.png" for n in range(6)], "conversations": turns}, good]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     meta = write_meta(tmp_path, {"made": {"root": "images", "annotation": "rows.jsonl"}})
-    config = PackingConfig(max_packed_tokens=128, num_images_expected=2, num_lanes=1)
+    config = PackingConfig(max_packed_tokens=128, num_images_expected=2)
     loader = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY))
     parts = [
         f for batch in loader for i, f in zip(batch["sample_ids"], batch["fragments"], strict=True) if i == "made/0"

@@ -159,7 +159,7 @@ class DataTrainingArguments:
     preset_path: str | None = option(None, "With --packing preset: the folder that internvl-pack plan wrote.")
     max_packed_tokens: int = option(8192, "Token budget of a row.")
     num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.")
-    max_buffer_size: int = option(64, "Look-ahead of the packer, records a lane (records, not decoded samples).")
+    max_buffer_size: int = option(64, "Look-ahead of the packer (records, not decoded samples).")
     strict_mode: bool = option(
         False, "Pad each row to max_packed_tokens with one isolated, unlabelled segment, so that all have one shape."
     )
@@ -188,11 +188,11 @@ class DataTrainingArguments:
         "Default: all data is shuffled at once.",
     )
     log_freq: int = option(1000, "Report packing on the console every this many optimizer steps; 0: only at the end.")
-    num_lanes: int | None = option(
+    survey_dir: str | None = option(
         None,
-        "Logical streams of samples, fixed for a run; ranks x workers x packs a batch must divide them. "
-        "Default: from the size of the data. Give a number with many divisors to move a run between machines.",
+        "Folder of the surveyed lengths, which later runs use again. Default: INTERNVL_PACK_CACHE or the user's cache.",
     )
+    num_lanes: int | None = option(None, "Accepted and not needed any more: all readers follow one plan.")
     packing_policy: str = option(
         "subset_sum", "How packs are chosen: subset_sum (fullest), greedy or next_fit (the simplest)."
     )
@@ -206,8 +206,8 @@ class DataTrainingArguments:
         None, "Sum of squared sample lengths of a row, tokens^2, at most. Bounds the slowest step. Default: no bound."
     )
     pad_to_multiple_of: int = option(1, "Round each sample's share of the budget up to a multiple of this many tokens.")
-    balance_reservoir: int = option(
-        0, "Packs a lane holds back so that all ranks train packs of like cost at the same time; 0: off."
+    balance_reservoir: int | None = option(
+        None, "Accepted and not needed any more: packs of a step are of like cost by themselves."
     )
     cost_model: str | None = option(
         None,
@@ -304,6 +304,7 @@ class DataTrainingArguments:
             shuffle_buffer_size=self.shuffle_buffer_size,
             on_error=self.on_error,
             max_bad_fraction=self.max_bad_fraction,
+            survey_dir=self.survey_dir,
         )
 
     def encode_config(self, patch_size: int) -> Any:
@@ -449,7 +450,7 @@ class PackTrainingArguments(TrainingArguments):
                 raise UserError(f"--report_to {name}: it is not installed: pip install {name}, or use none") from error
 
     def _check_accelerator(self) -> None:
-        """Batches reach each rank from its own lanes: accelerate must neither split nor dispatch them."""
+        """Batches reach each rank from its own packs: accelerate must neither split nor dispatch them."""
         given = self.accelerator_config
         if isinstance(given, str):
             given = _json_option("accelerator_config", given)
@@ -458,7 +459,7 @@ class PackTrainingArguments(TrainingArguments):
             # An AcceleratorConfig object holds its own defaults, so only what is switched on is an error.
             if settings.get(name) and settings[name] != needed and name != "even_batches":
                 raise UserError(
-                    f"--accelerator_config {name}={settings[name]}: each rank reads its own lanes, accelerate must not "
+                    f"--accelerator_config {name}={settings[name]}: each rank reads its own packs, accelerate must not "
                     f"split or dispatch batches; leave {name} out"
                 )
         self.accelerator_config = {**settings, **ACCELERATOR}

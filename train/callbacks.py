@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers import TrainerCallback
 
-from internvl_pack.report.ledger import Ledger
+from internvl_pack.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+
+FIRST_PACKS = 256  # real packs that are held against the estimate
 
 
 class Epochs(TrainerCallback):
@@ -81,3 +83,37 @@ class RunOptions(TrainerCallback):
 
         if wandb.run is not None:  # None under WANDB_MODE=disabled or WANDB_DISABLED
             wandb.run.config.update(self.options, allow_val_change=True)  # a run that goes on has some already
+
+
+class FirstPacks(TrainerCallback):
+    """Holds the first real packs against the estimate, once, and says where they differ."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.done = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        total, loader = self.trainer.metrics.here, self.trainer.loader
+        expected = self.trainer.estimate.first
+        if self.done or not loader.packed_dataset.config.packing:
+            return
+        if total.get("num_packs", 0.0) < min(FIRST_PACKS, expected.packs):
+            return
+        self.done = True
+        found = replace(
+            expected,
+            packs=total["num_packs"],
+            samples=total["num_samples"],
+            tokens=total["num_real_tokens"],
+            tiles=total["num_tiles"],
+        )
+        if not expected.differs(found) or not state.is_world_process_zero:
+            return
+        logger.warning(
+            "packing: the first %d packs hold %.1f samples each (%.1f were expected), token fill %.1f%% (%.1f%%), "
+            "tile fill %.1f%% (%.1f%%)",
+            *(found.packs, found.samples_per_pack, expected.samples_per_pack),
+            *(100 * found.token_fill, 100 * expected.token_fill, 100 * found.tile_fill, 100 * expected.tile_fill),
+        )
+        if (trouble := found.trouble()) is not None and expected.trouble() is None:
+            logger.warning(trouble)

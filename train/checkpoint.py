@@ -18,7 +18,7 @@ PACKING_STATE = "packing_state.json"  # written last: its presence marks a check
 
 
 def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The merged state of all lanes, with the `world_size` it was saved on.
+    """The state of the run's data, with the `world_size` it was saved on.
 
     Raises:
         UserError: the checkpoint was not completed, or is not one of ours.

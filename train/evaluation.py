@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from internvl_pack.collate import FILLER_ID, PAD_ID, row_boundaries
+from internvl_pack.batch.collate import FILLER_ID, PAD_ID, row_boundaries
 
 logger = logging.getLogger(__name__)
 

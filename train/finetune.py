@@ -25,7 +25,7 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from train.checkpoint import PACKING_STATE, load_packing_state
+from train.checkpoint import PACKING_STATE
 from train.environment import (
     INTERRUPTED,
     USER_ERROR,
@@ -125,8 +125,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
-    from train.callbacks import Epochs, IsolationCheck, PackingReport, RunOptions
-    from train.forecast import FirstPacks
+    from train.callbacks import Epochs, FirstPacks, IsolationCheck, PackingReport, RunOptions
     from train.quarantine import Quarantine
     from train.ranks import Ranks
     from train.sample_log import SampleLog
@@ -149,7 +148,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
-    loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint, ranks)
+    loader = make_loader(model_args, data_args, args, tokenizer, packing, ranks)
     eval_loader = make_eval_loader(data_args, args, loader)
     set_seed(args.seed)
     model = build_model(
@@ -240,21 +239,17 @@ def load_tokenizer(model_args: Any) -> Any:
     return tokenizer
 
 
-def make_loader(
-    model_args: Any, data_args: Any, args: Any, tokenizer: Any, config: Any, checkpoint: str | None, ranks: Any
-) -> Any:
+def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, config: Any, ranks: Any) -> Any:
     """The batches of this data rank, packed or padded.
 
     Raises:
-        UserError: the data, the budgets or the topology do not fit.
+        UserError: the data or the budgets do not fit.
     """
-    from internvl_pack.collate import padded_collate_fn
+    from internvl_pack import PresetDataset, in_batch_collate_fn
+    from internvl_pack.batch.collate import padded_collate_fn
     from internvl_pack.combinations import IN_BATCH, PRESET, STREAM
-    from internvl_pack.config import auto_lanes
-    from internvl_pack.dataset import PackedDataset
-    from internvl_pack.in_batch import in_batch_collate_fn
-    from internvl_pack.loader import PackLoader, build_loader
-    from internvl_pack.preset_dataset import PresetDataset
+    from internvl_pack.stream.dataset import PackedDataset
+    from internvl_pack.stream.loader import PackLoader, build_loader
 
     options = {
         "encode": data_args.encode_config(patch_size(model_args)),
@@ -268,12 +263,9 @@ def make_loader(
     else:
         dataset = PackedDataset.from_meta(data_args.meta_path, tokenizer, config, **options)
     packs, workers = args.per_device_train_batch_size, args.dataloader_num_workers
-    if dataset.config.num_lanes is None:
-        # Lanes are fixed for a run: one that goes on keeps those it began with.
-        saved = saved_lanes(checkpoint)
-        dataset.num_lanes = saved or auto_lanes(dataset.num_positions, ranks.data_ranks, workers, packs)
     feeding = {
         "packs_per_batch": packs,
+        "accumulation": args.gradient_accumulation_steps,
         "num_workers": workers,
         "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
@@ -287,7 +279,7 @@ def make_loader(
     }
     if data_args.way in (STREAM, PRESET):
         loader = build_loader(dataset, loss_reduction=data_args.loss_reduction, **padding, **feeding)
-        loader.way = data_args.way
+        loader.packing_mode = data_args.way
         return loader
     collate = partial(
         padded_collate_fn,
@@ -300,7 +292,7 @@ def make_loader(
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}
         collate = partial(in_batch_collate_fn, **collate.keywords, **budget, **padding)
     loader = PackLoader(dataset, collate_fn=collate, **feeding)
-    loader.way = data_args.way
+    loader.packing_mode = data_args.way
     if data_args.way == IN_BATCH:
         loader.row_budget = (data_args.max_packed_tokens, data_args.num_images_expected)
     return loader
@@ -312,9 +304,10 @@ def make_eval_loader(data_args: Any, args: Any, loader: Any) -> Any:
     Raises:
         UserError: evaluation is asked for without data, or the data cannot be used.
     """
-    from internvl_pack.dataset import PackedDataset
-    from internvl_pack.loader import build_loader
-    from internvl_pack.sources import load_meta, open_source
+    from internvl_pack.samples import Samples
+    from internvl_pack.sources import load_meta
+    from internvl_pack.stream.dataset import PackedDataset
+    from internvl_pack.stream.loader import build_loader
 
     wanted = args.do_eval or str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
     if wanted != bool(data_args.eval_meta_path):
@@ -324,15 +317,16 @@ def make_eval_loader(data_args: Any, args: Any, loader: Any) -> Any:
         return None
     train = loader.packed_dataset
     specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(data_args.eval_meta_path)]
-    config = replace(train.config, shuffle=False, replacement=False, use_data_resampling=False, packing=True)
-    dataset = PackedDataset(
-        [open_source(spec) for spec in specs],
-        train.encoder,
-        replace(config, num_lanes=None, balance_reservoir=0),
-        specs=specs,
-        rank=train.rank,
-        world_size=train.world_size,
+    config = replace(
+        train.config,
+        shuffle=False,
+        replacement=False,
+        use_data_resampling=False,
+        shuffle_buffer_size=None,
+        packing=True,
     )
+    samples = Samples.from_specs(specs, train.encoder)
+    dataset = PackedDataset(samples, config=config, rank=train.rank, world_size=train.world_size)
     return build_loader(dataset, num_workers=args.dataloader_num_workers)
 
 
@@ -368,13 +362,6 @@ def find_checkpoint(value: str | None, output_dir: str) -> str | None:
             f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"
         )
     return value
-
-
-def saved_lanes(checkpoint: str | None) -> int | None:
-    if checkpoint is None:
-        return None
-    state = load_packing_state(checkpoint)
-    return state.get("options", {}).get("num_lanes")
 
 
 def zero_stage(args: Any) -> int:

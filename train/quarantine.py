@@ -1,7 +1,7 @@
 """`quarantine.jsonl`: every sample that left the run, with its reason, one JSON object a line.
 
     {"id": "coyo/1841", "source": "coyo.jsonl:line 1842", "reason": "image_truncated", "detail": "...",
-     "epoch": 0, "lane": 3, "turn": 17}
+     "epoch": 0, "step": 17}
 
 The first rank writes what all ranks have gathered, at checkpoints and at ends of epochs. After a resume, samples
 that leave again on the way to where the run had stopped are not written twice.
@@ -18,14 +18,14 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from internvl_pack.loader import PackLoader
+from internvl_pack.stream.loader import PackLoader
 
 from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "quarantine.jsonl"
-_KEY = ("id", "reason", "epoch", "lane")
+_KEY = ("id", "reason", "epoch")
 
 
 class Quarantine(TrainerCallback):

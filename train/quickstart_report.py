@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from internvl_pack.errors import UserError
-from internvl_pack.report.ledger import Ledger
+from internvl_pack.ledger import Ledger
 from train.summary import FILE_NAME, LAST_STEPS
 
 
@@ -48,9 +48,12 @@ def read(folder: str) -> dict[str, Any]:
 
 def summary(packed: dict[str, Any], padded: dict[str, Any]) -> dict[str, Any]:
     """The figures of the last line; real tokens, fills as shares of budgets, loss_first of the first step."""
-    same = ("ranks", "zero_stage", "device", "dtype", "attn_kernel", "steps", "packs", "samples_per_pack")
-    more = ("token_fill", "tile_fill", "samples_in", "samples_packed", "samples_dropped", "samples_quarantined")
-    out = {key: packed[key] for key in (*same, *more, "loss_first", "loss_last")}
+    taken = (
+        *("ranks", "zero_stage", "device", "dtype", "attn_kernel", "steps", "steps_over_bound", "steps_empty"),
+        *("packs", "samples_per_pack", "token_fill", "tile_fill"),
+        *("samples_in", "samples_packed", "samples_dropped", "samples_quarantined", "loss_first", "loss_last"),
+    )
+    out = {key: packed[key] for key in taken}
     out |= {
         "token_fill_padded": padded["token_fill"],
         "padding_avoided": padding_avoided(packed, padded),
@@ -75,6 +78,8 @@ def table(packed: dict[str, Any], padded: dict[str, Any]) -> list[str]:
         ("packs (padded: rows)", f"{packed['packs']:,}", f"{padded['packs']:,}"),
         ("samples a row", f"{packed['samples_per_pack']:.1f}", f"{padded['samples_per_pack']:.1f}"),
         ("optimizer steps", f"{packed['steps']:,}", f"{padded['steps']:,}"),
+        ("steps over the bound", _ratio(packed["steps_over_bound"]), "-"),
+        ("steps without samples", f"{packed['steps_empty']:,}", f"{padded['steps_empty']:,}"),
         ("tokens computed", f"{packed['num_tokens']:,}", f"{padded['num_tokens']:,}"),
         ("token fill", f"{packed['token_fill']:.1%}", f"{padded['token_fill']:.1%}"),
         ("tile fill", f"{packed['tile_fill']:.1%}", "-"),
@@ -92,6 +97,10 @@ def table(packed: dict[str, Any], padded: dict[str, Any]) -> list[str]:
     )
     body = [f"  {name:<26}{left:>14}{right:>14}" for name, left, right in rows]
     return ["", title, *body, "", "ledger of the packed run", *(f"  {line}" for line in ledger.lines()), ""]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _speed(run: dict[str, Any]) -> str:

@@ -1,12 +1,12 @@
 """Which process this is, and which rows it trains.
 
     processes                 0   1   2   3   4   5   6   7      8 of them, 2 share a row (sequence_parallel_size)
-    data rank                 0   0   1   1   2   2   3   3      reads lanes; world // 2 of them
+    data rank                 0   0   1   1   2   2   3   3      reads rows; world // 2 of them
     sequence rank             0   1   0   1   0   1   0   1      which part of the row
     leads                     x       x       x       x          counts what the row holds, writes its books
 
 Neighbours share a row, so that its exchanges stay on one machine. Collectives go over all processes, and optimizer
-states are sharded over all of them; lanes, packs and samples belong to data ranks.
+states are sharded over all of them; packs and samples belong to data ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from internvl_pack.collate import FILLER_ID, PAD_ID
+from internvl_pack.batch.collate import FILLER_ID, PAD_ID
 
 FOLDER = "sample_ids"
 

@@ -102,7 +102,7 @@ def _multiple_of_packs(data_args: Any, args: Any, checkpoint: str | None, given:
     if data_args.way == PRESET:
         if args.sequence_parallel_size == 1 or not data_args.preset_path:
             return None
-        from internvl_pack.preset import Preset
+        from internvl_pack.plan.preset import Preset
 
         planned = Preset(data_args.preset_path).settings["pad_to_multiple_of"]
         return planned if planned % given == 0 else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from internvl_pack.report.ledger import Ledger
+from internvl_pack.ledger import Ledger
 
 FILE_NAME = "train_summary.json"
 LAST_STEPS = 10  # steps whose mean is the last loss: single steps differ by what is in them
@@ -40,8 +41,8 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     packs = total.get("num_packs", 0.0)
     return {
-        "packed": trainer.loader.way != "padded",
-        "packing": trainer.loader.way,
+        "packed": trainer.loader.packing_mode != "padded",
+        "packing": trainer.loader.packing_mode,
         "ranks": trainer.ranks.processes,
         "sequence_parallel_size": trainer.ranks.sequence_parallel_size,
         "zero_stage": zero_stage,
@@ -49,6 +50,8 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
         "dtype": "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "float32",
         "attn_kernel": attn_kernel,
         "steps": trainer.state.global_step,
+        "steps_over_bound": steps_over_bound(trainer),
+        "steps_empty": trainer.steps_without_samples,
         "epochs": trainer.earlier_epochs + len(trainer.epoch_ledgers),
         "max_packed_tokens": max_tokens,
         "num_images_expected": max_tiles,
@@ -70,6 +73,19 @@ def summarise(trainer: Any, ledger: Ledger, *, zero_stage: int, attn_kernel: str
         "tokens_per_s": tokens_per_second(trainer.metrics.step_times),
         "ledger": ledger.state_dict(),
     }
+
+
+def steps_over_bound(trainer: Any) -> float | None:
+    """Optimizer steps of the whole epochs against those that full packs would take; None before an epoch has ended.
+
+    The bound is that of the sums of real tokens and tiles: ceil(packs / packs a step) for each epoch.
+    """
+    epochs = trainer.earlier_epochs + len(trainer.epoch_ledgers)
+    total, (max_tokens, max_tiles) = trainer.metrics.total, trainer.loader.budget
+    full = max(total.get("num_real_tokens", 0) / max_tokens, total.get("num_tiles", 0) / max(1, max_tiles))
+    if not epochs or not full:
+        return None
+    return trainer.state.global_step / (epochs * math.ceil(full / epochs / trainer.loader.packs_per_step))
 
 
 def write(summary: dict[str, Any], output_dir: str | Path) -> Path:

@@ -2,12 +2,13 @@
 
 What it changes, and why:
 
-* Batches come from our loader, in the global order; accelerate neither shards nor dispatches them.
+* Batches come from our loader, step by step of the one plan; accelerate neither shards nor dispatches them.
 * One small all-reduce a step, on the CPU, before the step: sum of loss weights (the normaliser), the
-  figures of the metrics, and whether any rank still has data. It is the only extra collective.
+  figures of the metrics, and whether a rank failed. It is the only extra collective.
 * The loss is the sum of w*ce over the step divided by that normaliser, exact over ranks and accumulation.
-* A rank whose data has ended trains on rows without samples until all have: equal steps everywhere.
-* A checkpoint holds the state of all lanes (`packing_state.json`), written last: its presence marks the
+* All ranks make the same plan, so they have as many steps and end together. A step of which no sample could be
+  decoded is passed over: without data nothing moves the weights.
+* A checkpoint holds the state of the plan (`packing_state.json`), written last: its presence marks the
   checkpoint as complete.
 * A run that is asked to (interruption.py) saves at the end of a step and stops.
 """
@@ -31,16 +32,15 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 from internvl_pack.errors import UserError
-from internvl_pack.loader import PackLoader, merge_states
+from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
+from internvl_pack.ledger import Ledger, Losses
 from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
 from internvl_pack.parallel.agreement import OtherRankFailed
 from internvl_pack.parallel.slices import count_slice_targets
-from internvl_pack.plan import EpochPlan, plan_epochs
-from internvl_pack.report.ledger import Ledger
+from internvl_pack.stream.loader import PackLoader
 
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
-from .forecast import Packing, foresee
 from .interruption import StopRequest
 from .ranks import Ranks
 from .sample_log import batch_ids
@@ -83,7 +83,7 @@ class PackTrainer(Trainer):
 
     Attributes:
         stopped_by: what made the run save and stop before its end (interruption.py), or nothing.
-        forecast: what packs of an epoch are expected to hold; None where samples are not packed.
+        estimate: how many steps the epochs have, and what packs hold.
         earlier_ledger, earlier_epochs: of the epochs that had ended before the checkpoint that the run goes on from.
     """
 
@@ -112,13 +112,13 @@ class PackTrainer(Trainer):
         self.sequence_group = getattr(model, "sequence_group", None)
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
+        self.steps_without_samples = 0  # passed over
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.metrics = StepMetrics(loader, model, args.device, self.ranks.processes)
-        self.epoch_plan: EpochPlan | None = None
+        self.estimate: RunEstimate | None = None
         self.epoch_ledgers: list[Ledger] = []
-        self.forecast: Packing | None = None
         self.earlier_ledger, self.earlier_epochs = Ledger(), 0
         self.step_sample_ids: list[str] = []  # what this rank trains on in the current step
         self.stop_request = StopRequest(args.output_dir, self.ranks.process)
@@ -132,93 +132,67 @@ class PackTrainer(Trainer):
     def get_train_dataloader(self) -> PackLoader:
         return self.loader
 
-    @property
-    def packs_per_step(self) -> int:
-        return self.ranks.data_ranks * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-
     def set_initial_training_values(
         self, args: Any, dataloader: Any, *_: Any
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Number of steps: `max_steps` where given, else counted or estimated from the data."""
+        num_epochs = math.ceil(args.num_train_epochs) if args.max_steps <= 0 else 1
+        estimate = self._estimate(num_epochs)
         if args.max_steps > 0:
             num_epochs, total = sys.maxsize, args.max_steps
-            per_epoch = total
-            self._look_ahead(None)
         else:
-            num_epochs = math.ceil(args.num_train_epochs)
-            self._look_ahead(num_epochs)
-            assert self.epoch_plan is not None
-            total = max(1, self.epoch_plan.steps(self.packs_per_step))
-            per_epoch = max(1, total // max(1, num_epochs))
-            if num_epochs != args.num_train_epochs:  # a part of the last epoch: a number of steps it is
-                total = math.ceil(total * args.num_train_epochs / num_epochs)
-            plan = self.epoch_plan
+            total = max(1, estimate.total_steps(args.num_train_epochs))
             logger.warning(
-                "%d optimizer steps in %d epochs (%s): %.0f packs of the first epoch, %d packs a step",
+                "%d optimizer steps in %g epochs (%s), %d packs a step",
                 total,
-                num_epochs,
-                plan.how if plan.exact else f"{plan.how}; the run ends with the data, not at this number",
-                plan.packs[0],
-                self.packs_per_step,
+                args.num_train_epochs,
+                estimate.how if estimate.exact else f"{estimate.how}; the run ends with the data, not at this number",
+                self.loader.packs_per_step,
             )
-        batches = per_epoch * args.gradient_accumulation_steps
+        batches = max(1, estimate.steps(0)) * args.gradient_accumulation_steps
         num_samples = self.loader.packed_dataset.num_positions
-        # The epoch ends when all ranks agree (get_batch_samples), so the loop itself has no limit.
-        return num_epochs, sys.maxsize, num_samples, num_samples, self.packs_per_step, batches, total
+        # The epoch ends with the plan (get_batch_samples), so the loop itself has no limit.
+        return num_epochs, sys.maxsize, num_samples, num_samples, self.loader.packs_per_step, batches, total
 
-    def _look_ahead(self, num_epochs: int | None) -> None:
-        """Plan the epochs (None: steps are given) and foresee what packs will hold: the first rank, the others hear."""
+    def _estimate(self, num_epochs: int) -> RunEstimate:
+        """Steps of the epochs and what packs hold: the first rank finds out, the others hear."""
 
-        def found() -> tuple[EpochPlan | None, Packing | None]:
-            dataset, plan = self.loader.packed_dataset, None
-            if num_epochs is not None or dataset.packs_are_counted:
-                plan = plan_epochs(dataset, num_epochs or 1)
-            return plan, foresee(self.loader, plan)
+        def found() -> RunEstimate:
+            return estimate_epochs(self.loader.packed_dataset, self.loader.packs_per_step, num_epochs)
 
-        plan, self.forecast = self.ranks.from_first(found, self._cpu_group())
-        self.epoch_plan = plan if num_epochs is not None else None
-        if self.forecast is not None:
-            steps = math.ceil(self.turns_of(0) / self.packs_per_step)
-            logger.warning(self.forecast.line(steps, self.packs_per_step))
-            if (trouble := self.forecast.trouble()) is not None:
+        self.estimate = estimate = self.ranks.from_first(found, self._cpu_group())
+        if self.loader.packed_dataset.config.packing:
+            logger.warning(estimate.first.line())
+            if (trouble := estimate.first.trouble()) is not None:
                 logger.warning(trouble)
-
-    def turns_of(self, epoch: int) -> int:
-        """Global packs of an epoch, as counted or expected."""
-        if self.epoch_plan is not None:
-            return max(1, self.epoch_plan.turns[min(epoch, len(self.epoch_plan.turns) - 1)])
-        if self.forecast is not None:
-            return max(1, math.ceil(self.forecast.packs))
-        return self.loader.packed_dataset.num_positions  # one sample a row
+        return estimate
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """The step's batches and its normaliser; no batches once no rank has data left."""
+        """The next step's batches and its normaliser; no batches at the end of the epoch."""
         if 0 < self.args.max_steps <= self.state.global_step:  # resumed where it had ended
             self.control.should_training_stop = True
             return [], None
         defer_worker_death()
         started = time.perf_counter()
-        batches, error, has_data = [], None, False
-        try:
-            for _ in range(self.args.gradient_accumulation_steps):
-                batch = next(epoch_iterator, None)
-                # The loader gives an empty row only where samples follow it: a whole step may be empty, and the
-                # lanes of the next one not.
-                has_data |= batch is not None
-                batches.append(batch if batch is not None else self.loader.filler_batch())
-        except Exception as problem:
-            error = problem
-        waited = time.perf_counter() - started
-        figures = self._reduce(batches, failed=error is not None, has_data=has_data)
-        if figures["failed"]:
-            self._fail_together(error)
-        if not figures["has_data"]:
-            self.control.should_epoch_stop = True
-            self._end_epoch()
-            return [], None
-        self.metrics.begin_step(figures, waited)
+        while True:
+            batches, error = self._next_step(epoch_iterator)
+            figures = self._reduce(batches, failed=error is not None)
+            if figures["failed"]:
+                self._fail_together(error)
+            if not figures["has_data"]:
+                self.control.should_epoch_stop = True
+                self._end_epoch()
+                return [], None
+            if figures["num_samples"] or figures["num_packs"]:
+                break
+            self.steps_without_samples += 1
+            logger.warning("a step is passed over: none of its samples could be decoded, quarantine.jsonl names them")
+        # The Trainer makes gradient_accumulation_steps of every step; the last one of an epoch may have fewer.
+        fillers = self.args.gradient_accumulation_steps - len(batches)
+        batches += [self.loader.filler_batch() for _ in range(fillers)]
+        self.metrics.begin_step(figures, time.perf_counter() - started)
         self.step_sample_ids = [i for batch in batches for i in batch_ids(batch)]
         # Gradients are averaged over all processes afterwards, and those that share a row each have a part of its sum:
         # hence the division. A step in which nothing is supervised has a zero sum: any normaliser gives zero.
@@ -229,6 +203,18 @@ class PackTrainer(Trainer):
         self._normalizer = weights / averaged if weights > 0 else 1.0
         return batches, torch.tensor(self._normalizer, device=device)
 
+    def _next_step(self, batches: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:
+        """This rank's micro-batches of the next step, none at the end of the epoch; or what reading them raised."""
+        step: list[dict[str, Any]] = []
+        try:
+            for batch in batches:
+                step.append(batch)
+                if batch["progress"].ends_step:
+                    break
+        except Exception as problem:
+            return step, problem
+        return step, None
+
     def _fail_together(self, error: Exception | None) -> NoReturn:
         """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
         errors = self._gather(_told(error))
@@ -237,12 +223,12 @@ class PackTrainer(Trainer):
             raise UserError(message) from error
         raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
 
-    def _reduce(self, batches: list[dict[str, Any]], *, failed: bool, has_data: bool) -> dict[str, float]:
+    def _reduce(self, batches: list[dict[str, Any]], *, failed: bool) -> dict[str, float]:
         """Sums over the data ranks, and the slowest one's modelled cost against the mean."""
         ranks = self.ranks
         own = {key: float(sum(b[key] for b in batches)) for key in _COUNTS}
         own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
-        own["has_data"] = float(has_data)
+        own["has_data"] = float(bool(batches))
         own["capacity"] = self.metrics.capacity(batches)
         vector = torch.zeros(len(_VECTOR) + ranks.data_ranks, dtype=torch.float64)
         if ranks.leads:  # what a row holds counts once, however many share it
@@ -261,7 +247,7 @@ class PackTrainer(Trainer):
 
     def _end_epoch(self) -> None:
         ledger = self.ledger_of_epoch()
-        for source in self.loader.packed_dataset.sources:
+        for source in self.loader.packed_dataset.samples.sources:
             for damage in source.damage:  # broken parts of files, which belong to no row
                 ledger.refuse(damage.reason)
         ledger.check()
@@ -271,13 +257,12 @@ class PackTrainer(Trainer):
             raise UserError(f"no sample of the data can be trained on ({reasons}): quarantine.jsonl names them")
 
     def ledger_of_epoch(self) -> Ledger:
-        """What became of the samples of this epoch so far, over all lanes; all processes call it together."""
-        total = Ledger()
-        for part in self.ranks.gather_books(self.loader.ledger.state_dict(), self._cpu_group()):
-            ledger = Ledger()
-            ledger.load_state_dict(part)
-            total = total.merged(ledger)
-        return total
+        """What became of the samples of this epoch so far; all processes call it together."""
+        return self.loader.ledger_of(self._losses())
+
+    def _losses(self) -> Losses:
+        """What no rank could decode in this epoch; all processes call it together."""
+        return Losses.merged(self.ranks.gather_books(self.loader.losses.state_dict(), self._cpu_group()))
 
     # -- loss ------------------------------------------------------------------------------------------
 
@@ -346,7 +331,7 @@ class PackTrainer(Trainer):
         found = self._gather((sums, events if self.ranks.leads else []))
         sums = merge_sums([part for part, _ in found])
         tell_left_out([event for _, events in found for event in events])
-        names = [spec.name for spec in self.eval_loader.packed_dataset.specs]
+        names = [spec.name for spec in self.eval_loader.packed_dataset.samples.specs]
         metrics = figures(sums, names, metric_key_prefix)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -371,7 +356,7 @@ class PackTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if self.args.save_only_model:
             return  # nothing to go on from: it must not look complete
-        states = self.ranks.gather_books(self.loader.state_dict(), self._cpu_group())
+        losses = self._losses().state_dict()
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             more = {
@@ -380,7 +365,7 @@ class PackTrainer(Trainer):
                 "ended": self._books_of_ended_epochs(),
                 "totals": self.metrics.total,
             }
-            write_json(folder / PACKING_STATE, merge_states(states) | more | self.also_saved)
+            write_json(folder / PACKING_STATE, self.loader.state_dict() | {"losses": losses} | more | self.also_saved)
 
     def _books_of_ended_epochs(self) -> dict[str, Any]:
         return {"epochs": self.earlier_epochs + len(self.epoch_ledgers), "ledger": self.ended_ledger().state_dict()}
@@ -409,11 +394,9 @@ class PackTrainer(Trainer):
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None:
-            self._share_prior()
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
-        self._share_prior()
         if "ended" in state:
             self.earlier_epochs = state["ended"]["epochs"]
             self.earlier_ledger.load_state_dict(state["ended"]["ledger"])
@@ -421,13 +404,6 @@ class PackTrainer(Trainer):
         return self.loader.epoch, 0
 
     # -- ranks -----------------------------------------------------------------------------------------
-
-    def _share_prior(self) -> None:
-        """All lanes begin with what the first rank read, or its checkpoint brought: a file that another rank fails to
-        read once must not give its packs another order than a rerun's. Held-out data is not shuffled and has none."""
-        dataset = self.loader.packed_dataset
-        if self.ranks.processes > 1:
-            dataset.take_prior(self.ranks.from_first(dataset.prior, self._cpu_group()))
 
     def asked_to_stop(self) -> str:
         """What asked any rank to save and stop; all ranks call it together at the end of a step."""
@@ -486,11 +462,12 @@ class _EpochControl(TrainerCallback):
 
     def _set_epoch_and_end(self, args: Any, state: Any, control: Any) -> None:
         trainer = self.trainer
-        loader = trainer.loader
-        state.epoch = loader.epoch + min(1.0, loader.global_packs / trainer.turns_of(loader.epoch))
-        if trainer.epoch_plan is None:
+        estimate, loader = trainer.estimate, trainer.loader
+        assert estimate is not None, "made before the first step"
+        state.epoch = loader.epoch + min(1.0, loader.steps_done / max(1, estimate.steps(loader.epoch)))
+        if args.max_steps > 0 or estimate.exact or not float(args.num_train_epochs).is_integer():
             return
-        if state.global_step >= state.max_steps and float(args.num_train_epochs).is_integer():
+        if state.global_step >= state.max_steps:
             control.should_training_stop = False
             state.max_steps = state.global_step + 1
 
@@ -499,7 +476,7 @@ class _EpochControl(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
             return
         # A run resumed at the very end of an epoch finds nothing left in it; the Trainer would stop there.
-        if state.global_step == self.first_step and (self.trainer.epoch_plan or state.global_step < state.max_steps):
+        if state.global_step == self.first_step and (args.max_steps <= 0 or state.global_step < state.max_steps):
             control.should_training_stop = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

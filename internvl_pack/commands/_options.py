@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..sources import Source
+
+if TYPE_CHECKING:
+    from ..samples import Samples
+    from ..survey.survey import Survey
 
 
 def option(group: Any, name: str, kind: Any, default: Any, text: str) -> None:
@@ -50,15 +54,13 @@ def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
     return args.workers
 
 
-def add_encoding(group: Any, *, conv_style: str | None = "internvl2_5", cut: bool = False) -> None:
+def add_encoding(group: Any, *, cut: bool = False) -> None:
     """How samples become tokens and tiles.
 
     Args:
-        conv_style: its default; None leaves it to the checkpoint.
         cut: whether images are cut into tiles, with a thumbnail, by default.
     """
-    text = "chat format" if conv_style else "chat format (default: the checkpoint's `template`, else internvl2_5)"
-    option(group, "conv_style", str, conv_style, text)
+    option(group, "conv_style", str, None, "chat format (default: the checkpoint's `template`, else internvl2_5)")
     option(group, "force_image_size", int, 448, "side of a tile, pixels")
     option(group, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
     option(group, "min_dynamic_patch", int, 1, "tiles of an image at least, without the thumbnail")
@@ -92,6 +94,48 @@ def encode_config(args: argparse.Namespace, conv_style: str | None = None) -> An
         allow_truncated_images=args.allow_truncated_images,
         apply_exif_orientation=args.apply_exif_orientation,
     )
+
+
+def open_samples(args: argparse.Namespace) -> Samples:
+    """The data of `args.meta`, encoded with `args.tokenizer` or a stand-in and `add_encoding`'s options."""
+    return open_with_tokenizer(args)[0]
+
+
+def open_with_tokenizer(args: argparse.Namespace) -> tuple[Samples, Any]:
+    """As `open_samples`, with the tokenizer.
+
+    Raises:
+        UserError: data, tokenizer or options that cannot be used.
+    """
+    from ..encode.sample import Encoder
+    from ..samples import Samples
+    from ..sources import load_meta, open_source
+
+    style = None
+    if args.tokenizer:
+        from ..checkpoints.internvl_format_files import chat_style
+
+        style = chat_style(args.conv_style, args.tokenizer)
+    encode = encode_config(args, style)
+    specs = load_meta(args.meta)
+    sources = tuple(open_source(spec) for spec in specs)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else stand_in_tokenizer(sources)
+    return Samples(sources, tuple(specs), Encoder(tokenizer, encode)), tokenizer
+
+
+def measure_with_bar(survey: Survey, processes: int = 0) -> None:
+    """Measure all samples that the survey does not know.
+
+    Raises:
+        UserError: the data cannot be gone on with, or a worker was killed.
+    """
+    from tqdm import tqdm
+
+    from ..survey.workers import measure_all
+
+    with tqdm(total=survey.samples.num_rows, unit=" samples", desc="surveying", disable=None, delay=2) as bar:
+        for done in measure_all(survey, processes):
+            bar.update(done)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..config import PackingConfig
 from ..errors import UserError
 from ..sources import jsonl, shard_index
 from ..sources.files import Stamp, stamp_of
 from ..sources.index import BadIndexError
 from ..sources.meta import DatasetSpec, load_meta
-from ._options import add_workers, num_workers
+from ..survey.workers import in_order
+from ._options import add_encoding, add_workers, measure_with_bar, num_workers, open_samples, option
 
-HELP = "Index the annotation files and shards of a meta file, one index file beside each."
+HELP = "Index the annotation files and shards of a meta file; with --lengths also survey all samples."
 
 
 class DataFile(NamedTuple):
@@ -52,12 +50,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help="meta file (JSON) of the datasets")
     add_workers(parser)
     parser.add_argument("--force", action="store_true", help="write anew the indexes that are current, too")
+    parser.add_argument(
+        "--lengths", action="store_true", help="survey all samples, too: runs with the same options begin with that"
+    )
+    run = parser.add_argument_group("options of the run that --lengths surveys for")
+    run.add_argument("--tokenizer", metavar="PATH", help="the model's checkpoint or tokenizer")
+    add_encoding(run)
+    defaults = PackingConfig()
+    option(run, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
+    option(run, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
+    option(run, "max_seq_length", int, None, "tokens of one sample at most")
+    option(run, "survey_dir", str, None, "folder of the lengths (default: INTERNVL_PACK_CACHE, or the user's cache)")
 
 
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     processes = num_workers(args)
+    if args.lengths and not args.tokenizer:
+        raise UserError("--lengths: token counts depend on the model's tokenizer: give it with --tokenizer")
     specs = load_meta(args.meta)
     for spec in specs:
         if spec.source is not None:
@@ -67,13 +78,8 @@ def run(args: argparse.Namespace) -> int:
     num_bytes = sum(file.stamp.size for file in stale)
     started = time.perf_counter()
     num_rows = 0
-    with ExitStack() as stack:
-        pool: Executor | None = None
-        if processes > 0 and stale:
-            context = multiprocessing.get_context("spawn")  # takes over nothing of this process, such as threads
-            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context))
-        bar = stack.enter_context(tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing", disable=None))
-        for indexed, piece_bytes in index_files(stale, pool, in_flight=2 * max(1, processes)):
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="indexing", disable=None) as bar:
+        for indexed, piece_bytes in index_files(stale, processes if stale else 0):
             bar.update(piece_bytes)
             if indexed is not None:
                 num_rows += indexed.num_rows
@@ -82,7 +88,30 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     current = f"; {len(files) - len(stale)} files were current" if len(stale) < len(files) else ""
     print(f"indexed {num_rows} samples in {len(stale)} files, {num_bytes / 1e6:.1f} MB, in {seconds:.1f} s{current}")
+    if args.lengths:
+        survey_lengths(args, processes)
     return 0
+
+
+def survey_lengths(args: argparse.Namespace, processes: int) -> None:
+    """Measure all samples that the survey does not know, with a bar and a line of what was found."""
+    from ..survey.survey import Survey
+    from ..survey.table import root_of
+
+    config = PackingConfig(
+        max_packed_tokens=args.max_packed_tokens,
+        num_images_expected=args.num_images_expected,
+        max_seq_length=args.max_seq_length,
+    )
+    samples = open_samples(args)
+    survey = Survey(samples, config.room, root_of(args.survey_dir))
+    known = sum(table.num_known for table in survey.tables)
+    started = time.perf_counter()
+    measure_with_bar(survey, processes if known < samples.num_rows else 0)
+    seconds = time.perf_counter() - started
+    print(f"surveyed {samples.num_rows - known} samples in {seconds:.1f} s; {known} were known")
+    for table in survey.tables:
+        print(f"  {table.key.name}: {table.folder}")
 
 
 def data_files(specs: Sequence[DatasetSpec]) -> list[DataFile]:
@@ -107,10 +136,8 @@ def is_current(file: DataFile) -> bool:
         return False
 
 
-def index_files(
-    files: Sequence[DataFile], pool: Executor | None, *, in_flight: int
-) -> Iterator[tuple[Indexed | None, int]]:
-    """Index files, in order, with at most `in_flight` pieces of them in hand, so that memory stays flat.
+def index_files(files: Sequence[DataFile], num_workers: int = 0) -> Iterator[tuple[Indexed | None, int]]:
+    """Index files, in order, a piece of them at a time.
 
     Yields:
         (the file that this piece completes or None, bytes dealt with) a piece.
@@ -120,7 +147,7 @@ def index_files(
     """
     writer: jsonl.JsonlIndexWriter | None = None
     with ExitStack() as stack:
-        for piece, result in _in_order(_pieces(files), pool, in_flight):
+        for (piece,), result in in_order(_read, ((piece,) for piece in _pieces(files)), num_workers):
             path = piece.file.path
             if piece.file.kind == shard_index.KIND:
                 yield result, piece.num_bytes
@@ -151,21 +178,12 @@ def _pieces(files: Iterable[DataFile]) -> Iterator[Piece]:
             yield Piece(file, stop - start, stop == size, partial(jsonl.scan_part, file.path, start, stop, size))
 
 
-def _in_order(pieces: Iterator[Piece], pool: Executor | None, in_flight: int) -> Iterator[tuple[Piece, Any]]:
-    waiting: deque[tuple[Piece, Future]] = deque()
-    while True:
-        while pool is not None and len(waiting) < in_flight and (piece := next(pieces, None)) is not None:
-            waiting.append((piece, pool.submit(piece.call)))
-        piece, future = waiting.popleft() if waiting else (next(pieces, None), None)
-        if piece is None:
-            return
-        try:
-            result = piece.call() if future is None else future.result()
-        except OSError as error:
-            raise UserError(f"{piece.file.path} cannot be read: {error.strerror or error}") from None
-        except BrokenProcessPool:
-            raise UserError("a worker of --workers was killed (out of memory?): use fewer") from None
-        yield piece, result
+def _read(piece: Piece) -> Any:
+    """What there is to index in a piece; runs in a worker."""
+    try:
+        return piece.call()
+    except OSError as error:
+        raise UserError(f"{piece.file.path} cannot be read: {error.strerror or error}") from None
 
 
 def index_shard(path: str) -> Indexed:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from ..config import PackingConfig
+from ..config import NOT_NEEDED, PackingConfig
 from ..errors import UserError
 from ..packing.offline import OFFLINE_POLICIES
 from ..packing.policies import POLICIES
 from ..packing.split import OVERSIZE
-from ._options import add_encoding, add_workers, boolean, encode_config, load_tokenizer, num_workers, option
+from ._options import add_encoding, add_workers, boolean, num_workers, open_samples, option
+
+if TYPE_CHECKING:
+    from ..plan.preset import Preset
 
 HELP = "Plan every pack of a run before it starts: writes a preset for finetune.py --packing preset."
 
@@ -47,40 +50,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how packs are planned; training takes these from the preset")
     policies = (*POLICIES, *OFFLINE_POLICIES)
     option(how, "packing_policy", str, defaults.packing_policy, f"one of {', '.join(policies)}")
-    option(how, "max_buffer_size", int, defaults.max_buffer_size, "look-ahead, samples a lane")
-    option(how, "balance_reservoir", int, 0, "packs a lane holds back to even out the ranks' work")
-    option(how, "num_lanes", int, None, "logical streams; ranks x workers x packs a batch of the training divide them")
+    option(how, "max_buffer_size", int, defaults.max_buffer_size, "look-ahead, samples")
+    option(how, "cost_model", str, defaults.cost_model, "whose operations packs are balanced by")
+    option(how, "shuffle_buffer_size", int, None, "samples shuffled together, shard after shard (default: all)")
     option(how, "seed", int, defaults.seed, "of the order")
     option(how, "on_error", str, defaults.on_error, "a sample that cannot be used: skip and count it, or stop")
+    option(how, "survey_dir", str, None, "folder of the measured lengths (default: INTERNVL_PACK_CACHE)")
+    for name in NOT_NEEDED:
+        how.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..encode.sample import Encoder
-    from ..planning import plan_preset
-    from ..sources import load_meta, open_source
+    from ..plan.write_preset import plan_preset
 
     processes = num_workers(args)
     config, policy = _config(args)
-    encode = encode_config(args)
-    encoder = Encoder(load_tokenizer(args.tokenizer), encode)
-    specs = load_meta(args.meta)
-    sources = [open_source(spec) for spec in specs]
+    samples = open_samples(args)
     preset = plan_preset(
-        Path(args.out),
-        specs,
-        sources,
-        encoder,
-        config,
-        policy=policy,
-        epochs=args.epochs,
-        num_workers=processes,
-        follow=_follow,
+        args.out, samples, config, policy=policy, epochs=args.epochs, num_workers=processes, progress=_follow
     )
     if args.materialise:
-        from ..materialise import materialise
+        from ..stream.stored import materialise
 
-        packs = sum(map(sum, preset.content["packs_per_lane"]))
-        _follow("materialising", packs, materialise(preset, sources, specs, encoder, num_workers=processes))
+        packs = sum(preset.packs_of_epochs)
+        _follow("materialising", packs, materialise(preset, samples, num_workers=processes))
     _show(preset)
     return 0
 
@@ -94,13 +87,11 @@ def _config(args: argparse.Namespace) -> tuple[PackingConfig, str | None]:
     names = PackingConfig.__dataclass_fields__
     options = {name: value for name, value in vars(args).items() if name in names and name != "packing_policy"}
     if policy in OFFLINE_POLICIES:
-        if args.balance_reservoir:
-            raise UserError(f"--balance_reservoir does not go with --packing_policy {policy}: it has no look-ahead")
         return PackingConfig(**options), policy
     return PackingConfig(**options, packing_policy=policy), None
 
 
-def _follow(what: str, total: int, steps: Any) -> None:
+def _follow(what: str, total: int, steps: Iterable[int]) -> None:
     from tqdm import tqdm
 
     with tqdm(total=total, unit=" packs" if what == "materialising" else " samples", desc=what, disable=None) as bar:
@@ -108,14 +99,13 @@ def _follow(what: str, total: int, steps: Any) -> None:
             bar.update(done)
 
 
-def _show(preset: Any) -> None:
+def _show(preset: Preset) -> None:
     s, settings = preset.content["statistics"], preset.settings
     row = f"{settings['max_packed_tokens']:,} tokens and {settings['num_images_expected']} tiles"
     refused = ", ".join(f"{n:,} {reason}" for reason, n in s["refused"].items()) or "none"
     print(
-        f"{preset.folder}: {s['samples']:,} samples in {s['packs']:,} packs of {row}, {settings['num_lanes']} lanes, "
-        f"epochs planned: {preset.epochs}\n"
+        f"{preset.folder}: {s['samples']:,} samples in {s['packs']:,} packs of {row}, epochs planned: {preset.epochs}\n"
         f"refused: {refused}\n"
         f"packs over their lower bound {s['packs_over_bound']:.4f}; real tokens over capacity {s['token_fill']:.2%}, "
-        f"with alignment padding {s['token_fill_with_alignment']:.2%}; {s['segments_per_pack']:.1f} segments a pack"
+        f"with alignment padding {s['token_fill_with_alignment']:.2%}; {s['segments'] / s['packs']:.1f} segments a pack"
     )

@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ._options import boolean, option
-from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
+from ._options import boolean, open_with_tokenizer, option
+from ._run import STAND_IN, add_run_options, check_at_least, packing_config, shown_options
 
 HELP = "Show packs as training will get them: texts, tiles, boundaries and loss weights on one page."
 
@@ -99,32 +98,28 @@ def _target(name: str) -> Path:
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(loader, tokenizer): the loader of one rank as finetune.py builds it, reading in this process.
-
-    Readers do not change which packs come or their order, see lanes.py; their number only decides the lanes.
-    """
-    from ..collate import check_loss_reduction
-    from ..dataset import PackedDataset
-    from ..loader import build_loader
+    """(loader, tokenizer): the loader of one rank as finetune.py builds it, reading in this process."""
+    from ..batch.collate import check_loss_reduction
+    from ..stream.dataset import PackedDataset
+    from ..stream.loader import build_loader
 
     check_loss_reduction(args.loss_reduction)
     config = packing_config(args)
     if args.rank >= args.ranks:
         raise UserError(f"--rank {args.rank} of --ranks {args.ranks}: give one from 0 to {args.ranks - 1}")
-    specs, sources, encoder, tokenizer = open_data(args)
-    place = {"specs": specs, "rank": args.rank, "world_size": args.ranks}
+    samples, tokenizer = open_with_tokenizer(args)
+    place = {"rank": args.rank, "world_size": args.ranks}
     if args.preset_path:
-        from ..preset_dataset import PresetDataset
+        from ..stream.preset_dataset import PresetDataset
 
-        dataset: PackedDataset = PresetDataset(args.preset_path, sources, encoder, config, **place)
+        dataset: PackedDataset = PresetDataset(args.preset_path, samples, config, **place)
     else:
-        dataset = PackedDataset(sources, encoder, config, **place)
-        lanes = lanes_of(args, dataset.num_positions)
-        dataset = PackedDataset(sources, encoder, replace(config, num_lanes=lanes), **place)
+        dataset = PackedDataset(samples, config=config, **place)
     packs = args.per_device_train_batch_size
     loader = build_loader(
         dataset,
         packs_per_batch=packs,
+        accumulation=args.gradient_accumulation_steps,
         loss_reduction=args.loss_reduction,
         pad_to=config.max_packed_tokens * packs if args.strict_mode else None,
         pad_seq_to_mult=args.pad_seq_to_mult,

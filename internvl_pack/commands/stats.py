@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ._options import add_workers, num_workers, option
-from ._run import STAND_IN, add_run_options, check_at_least, lanes_of, open_data, packing_config, shown_options
+from ._options import add_workers, num_workers, open_samples
+from ._run import STAND_IN, add_run_options, packing_config, packs_per_step, shown_options, survey_root
 from ._table import table
 
 HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
@@ -27,35 +26,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     add_workers(parser)
     add_run_options(parser)
-    option(parser, "gradient_accumulation_steps", int, 1, "rows of a rank that share an optimizer step")
 
 
 def run(args: argparse.Namespace) -> int:
     from ..config import check_budget
-    from ..report.stats import gather
-    from ..sources.mixture import mixture_counts
+    from ..estimate.stats import gather
 
     num_workers(args)  # a mistake is told before anything is opened
-    check_at_least(args, 1, "gradient_accumulation_steps")
     config = packing_config(args)
     if args.out:
         _prepare(Path(args.out))
-    specs, sources, encoder, _ = open_data(args)
-    check_budget(config, encoder)
-    positions = sum(mixture_counts(config.parts(specs, sources), use_data_resampling=config.use_data_resampling))
-    processes = num_workers(args, small=sum(map(len, sources)) < SMALL)
-    with tempfile.TemporaryDirectory(prefix="internvl-pack-stats-") as folder:
-        stats = gather(
-            specs,
-            sources,
-            encoder,
-            config,
-            folder=Path(folder),
-            num_lanes=lanes_of(args, positions),
-            packs_per_step=args.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            num_workers=processes,
-            follow=_follow,
-        )
+    samples = open_samples(args)
+    check_budget(config, samples.encoder)
+    stats = gather(
+        samples,
+        config,
+        root=survey_root(args),
+        packs_per_step=packs_per_step(args),
+        num_ranks=args.ranks,
+        num_workers=num_workers(args, small=samples.num_rows < SMALL),
+        follow=_follow,
+    )
     result = stats.as_json() | {"meta": args.meta, "tokenizer": args.tokenizer}
     _show(result)
     if args.out:
@@ -137,8 +128,8 @@ def _show(r: dict[str, Any]) -> None:
     p, pad = r["packing"][budget["packing_policy"]], r["padding"]
     refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())
     lines = [
-        f"{_count(budget['num_lanes'], 'lane')}, {_count(budget['packs_a_step'], 'pack')} a step: "
-        f"{_count(r['steps_an_epoch'], 'step')} an epoch"
+        f"{_count(budget['packs_a_step'], 'pack')} a step: "
+        f"{_count(r['steps_an_epoch'], 'step')} an epoch, {p['steps_over_bound']:.3f} times the least possible"
         + ("" if p["exact"] else f" (extrapolated from {p['planned_samples']:,} samples)")
         + (f"; refused by the budgets: {refused}" if refused else ""),
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "

@@ -10,9 +10,9 @@ from typing import Any, TextIO
 from ..config import PackingConfig
 from ..errors import UserError
 from ..packing.split import OVERSIZE
-from ..sources import load_meta, open_source
-from ..validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
-from ._options import add_encoding, add_workers, encode_config, load_tokenizer, num_workers, option, stand_in_tokenizer
+from ..survey.table import root_of
+from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
+from ._options import add_encoding, add_workers, num_workers, open_samples, option
 from ._table import table
 
 HELP = "Check every sample of a meta file as training would see it; exit code 1 if any is bad."
@@ -38,6 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(run_options, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
     option(run_options, "max_seq_length", int, None, "tokens of one sample at most")
     option(run_options, "oversize", str, defaults.oversize, f"what exceeds a budget: {', '.join(OVERSIZE)}")
+    option(
+        run_options,
+        "survey_dir",
+        str,
+        None,
+        "folder of the lengths (default: INTERNVL_PACK_CACHE, or the user's cache)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     num_workers(args)  # a mistake is told before anything is opened
     checker = build_checker(args)
-    num_rows = sum(len(source) for source in checker.sources)
+    num_rows = checker.samples.num_rows
     processes = num_workers(args, small=num_rows < 2000 and not args.decode)
     report = Report()
     listed: list[BadSample] | None = [] if args.json else None
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "good": report.good,
             "reasons": dict(report.reasons.most_common()),
             "bad_samples": [sample.as_json() for sample in listed],
-            "warnings": [line for source in checker.sources for line in source.warnings],
+            "warnings": [line for source in checker.samples.sources for line in source.warnings],
         }
         print(json.dumps(result))
     return 1 if report.reasons else 0
@@ -76,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 def build_checker(args: argparse.Namespace) -> Checker:
     """Raises UserError: data, tokenizer or options that cannot be used."""
-    from ..encode.sample import Encoder
-
     config = PackingConfig(
         max_packed_tokens=args.max_packed_tokens,
         num_images_expected=args.num_images_expected,
@@ -86,18 +91,14 @@ def build_checker(args: argparse.Namespace) -> Checker:
     )
     if config.oversize in ("drop", "error") and not args.tokenizer:
         raise UserError(f"--oversize {config.oversize} depends on token counts: give the model's --tokenizer")
-    encode = encode_config(args)
-    specs = load_meta(args.meta)
-    sources = [open_source(spec) for spec in specs]
-    if args.tokenizer:
-        tokenizer = load_tokenizer(args.tokenizer)
-    else:
+    samples = open_samples(args)
+    if not args.tokenizer:
         print(
             "No --tokenizer: a small one built from the data stands in. Token counts differ from the model's, "
             "verdicts do not."
         )
-        tokenizer = stand_in_tokenizer(sources)
-    return Checker(sources, specs, Encoder(tokenizer, encode), config, decode=args.decode)
+    # No run would find what is measured with a tokenizer that stands in.
+    return Checker(samples, config, root=root_of(args.survey_dir) if args.tokenizer else None, decode=args.decode)
 
 
 def _opened(path: str) -> TextIO:

@@ -21,11 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..batch.loss_weights import IGNORE_INDEX, normalized, shift_targets
 from ..checkpoints.internvl_format import is_original
 from ..checkpoints.internvl_format_files import load_original, read_config
 from ..checkpoints.lora import merged_state_dict
 from ..errors import UserError
-from ..loss import IGNORE_INDEX, normalized, shift_targets
 from ..parallel.group import SequenceGroup
 from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row_slice
 from .attention import Kernel, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens

@@ -1,4 +1,4 @@
-"""What every pack of a lane should cost, so that ranks need not wait for each other: no communication.
+"""What every pack should cost, so that the packs of a step are alike and no rank waits for another.
 
 A pack is full in the budget that binds (tokens or tiles: the one of which the stream uses more packs' worth). What is
 left to choose is how much of the rest it takes: with tokens full, how many tiles; with tiles full, how many tokens.
@@ -7,21 +7,16 @@ That rest is called the pack's secondary cost here. Three things set its target:
     level   the stream's own ratio, so that targets and supply agree in the long run
     drift   what the look-ahead holds too much of is handed out slowly, a share SLOPE / records a pack
     light   some samples are odd: they cannot be part of an average pack. 7,000 tokens of text leave no room for 26
-            tiles. Every PHASES-th pack of a lane is made for them: they wait for it, and its target is away from
-            the level by what the others are spared. All lanes count their packs alike, so all ranks come to it in
-            the same step, and no rank waits for the others with an ordinary pack.
+            tiles. Every PHASES-th pack is reserved for them: they wait for it, and its target is away from the level
+            by what the others are spared. The step groups put such packs beside each other.
 
-Level and light are figures of the stream, and a lane that begins knows nothing of it: targets that lanes find out each
-for itself differ from lane to lane, and so do their packs. So lanes begin with figures in common (`prior_figures`): of
-the same PRIOR_SAMPLES samples for all, counted as PRIOR_WEIGHT samples, so that what a lane then sees of its own
-changes them slowly. Fewer samples would be off from the stream by more, which no lane can mend later.
+What is still uneven the step groups even out (plan/groups.py).
 
 Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/packing.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from internvl_pack.packing.budget import Budget
@@ -36,8 +31,6 @@ ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack be
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
 CLOSE = 0.01  # of the mean cost of a pack: a third of a tile; a better subset is not worth the time to find it
 ABOVE = 0.02  # of the mean cost of a pack: how far over its target a pack may be for being full
-PRIOR_SAMPLES = 2000
-PRIOR_WEIGHT = 8000
 UNIT = 1024  # costs are whole numbers of 1/1024 token
 
 
@@ -64,7 +57,7 @@ class Goal:
 
 
 class Balance:
-    """Running figures of a lane's stream, all of them whole numbers, and the goals that follow from them."""
+    """Running figures of the stream, all of them whole numbers, and the goals that follow from them."""
 
     FIGURES = (
         "samples",
@@ -155,7 +148,7 @@ class Balance:
         *,
         last: bool = False,
     ) -> Goal:
-        """The goal for pack number `pops` of the lane, with these records waiting, oldest first.
+        """The goal for pack number `pops`, with these records waiting, oldest first.
 
         Args:
             tokens, tiles, squares: of the waiting, parallel.
@@ -230,20 +223,3 @@ class Balance:
         max_tokens, max_tiles = self.budget.max_tokens, self.budget.max_tiles
         shares = [max(t * max_tiles, v * max_tokens) if max_tiles else t for t, v in zip(tokens, tiles, strict=True)]
         return shares.index(max(shares))
-
-
-def prior_figures(budget: Budget, cost: CostModel, sizes: Iterable[tuple[int, int]]) -> dict[str, int] | None:
-    """What lanes begin with: the figures of these (tokens, tiles) of fragments, with the weight of PRIOR_WEIGHT.
-
-    Where there are more than PRIOR_WEIGHT they weigh as they are. None where there are none: lanes then begin with
-    nothing. Every rank must be given the same.
-    """
-    balance = Balance(budget, cost)
-    for num_tokens, num_tiles in sizes:
-        tokens = budget.aligned(num_tokens)
-        balance.add(tokens, num_tiles, balance.square(tokens))
-    samples = balance.figures["samples"]
-    if not samples:
-        return None
-    times = max(1, PRIOR_WEIGHT // samples)
-    return {name: value if name == "tokens_bind" else value * times for name, value in balance.figures.items()}

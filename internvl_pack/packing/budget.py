@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
+from typing import Any, NamedTuple
 
 from internvl_pack.errors import UserError
 
@@ -58,3 +59,14 @@ class Budget:
     def fits(self, num_tokens: int, num_tiles: int) -> bool:
         """Whether a segment fits into an empty pack."""
         return num_tokens <= self.max_segment_tokens and num_tiles <= self.max_tiles
+
+
+class Room(NamedTuple):
+    """The largest sample that need not be cut, in tokens and tiles."""
+
+    max_tokens: int
+    max_tiles: int
+
+    def holds(self, num_tokens: Any, num_tiles: Any) -> Any:
+        """Whether a sample fits; arrays give an array."""
+        return (num_tokens <= self.max_tokens) & (num_tiles <= self.max_tiles)

@@ -29,7 +29,7 @@ MORE_TILES = 8  # than wanted: what a search looks at where tokens bind
 TRIES = 5  # subsets that are looked at for the one of the best cost
 EXPECTED = 2.5  # samples whose attention cost is expected of the search before it is known
 FULL = 0.004  # of the token budget: packs this close to the fullest count as equally full
-LESS = 0.03  # of the token budget: what is left empty at most so that a pack is not too dear
+MAX_GAP = 0.03  # share of the token budget that may stay empty to make a pack cheaper
 LARGE = 0.6  # of the tokens that wait, in samples above half a pack: beyond it the largest go first
 SMALL = 0.1  # of the token budget: samples up to this length are left to the search even then
 GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
@@ -49,16 +49,11 @@ Policy = Callable[[Waiting, Budget, Balance, Goal], list[int]]
 POLICIES: dict[str, Policy] = {}
 
 
-BALANCED: set[str] = set()  # policies that look at a goal's target: their lanes begin with figures in common
-
-
-def policy(name: str, *, balanced: bool = False) -> Callable[[Policy], Policy]:
-    """Register a policy; `balanced` where it looks at the goal's target."""
+def policy(name: str) -> Callable[[Policy], Policy]:
+    """Register a policy."""
 
     def register(function: Policy) -> Policy:
         POLICIES[name] = function
-        if balanced:
-            BALANCED.add(name)
         return function
 
     return register
@@ -149,7 +144,7 @@ def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
     return pack.places
 
 
-@policy("subset_sum", balanced=True)
+@policy("subset_sum")
 def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
     """The goal's anchor, older records by age while the pack is far from full, then an exact search.
 
@@ -284,11 +279,11 @@ def _less_full(
     most_tiles: int,
     least: float,
 ) -> list[int] | None:
-    """The fullest subset below row `top` that is not too dear, or None where that would leave more than LESS empty."""
+    """The fullest subset below row `top` that is not too dear, or None where that leaves more than MAX_GAP empty."""
     assert goal.target is not None, "a pack is too dear for a target only"
     squares = pack.waiting.squares
     best = None
-    for row, column in sums.lower_rows(top, int(LESS * pack.budget.max_tokens) // sums.step, most_tiles):
+    for row, column in sums.lower_rows(top, int(MAX_GAP * pack.budget.max_tokens) // sums.step, most_tiles):
         subset = [candidates[place] for place in sums.subset(row, column)]
         if pack.tokens_that_fit(subset) is None:
             continue

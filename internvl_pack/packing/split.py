@@ -67,7 +67,7 @@ def split(
     if max_segment_tokens is not None:
         room = min(room, max_segment_tokens)
     if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
-        return [whole(record, position)]
+        return [whole(position, record.num_tokens, record.num_tiles)]
     size = (
         f"sample {record.sample_id} has {record.num_tokens} tokens and {record.num_tiles} tiles, "
         f"a pack holds {room} and {budget.max_tiles}"
@@ -82,7 +82,7 @@ def split(
         stop = layout.reach(0, room, budget.max_tiles)
         if stop == 0:
             raise SampleError("image_exceeds_budget", size)
-        return [Fragment(position, record.sample_id, 0, 1, 0, stop, 0, layout.tiles_before(stop))]
+        return [whole(position, stop, layout.tiles_before(stop))]
 
     if layout.largest_image_tokens > room or layout.largest_image_tiles > budget.max_tiles:
         raise SampleError(
@@ -101,7 +101,6 @@ def split(
     return [
         Fragment(
             position,
-            record.sample_id,
             index,
             len(cuts) - 1,
             start,

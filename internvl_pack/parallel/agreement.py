@@ -1,10 +1,9 @@
 """The same rows on every rank that shares them, whatever each of them could read.
 
-Every rank of a sequence group rebuilds the row from the same lanes: order and packs are functions of the data, so
+Every rank of a sequence group rebuilds the row by the same plan: order and packs are functions of the data, so
 nothing is sent, and no pixel least of all. What a rank reads of files may differ all the same: a file system that fails
 once on one machine costs that rank a sample, and the others not. So the ranks compare a digest of each batch, 8 bytes
-over gloo; where it differs all take the first rank's batch, and its books of what left and why. The others' readers may
-from then on be elsewhere in that lane: it goes on in the same way, at the price of sending its batches.
+over gloo; where it differs all take the first rank's batch, and its account of what left and why.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Agreement:
         return [int(one) for one in everyones]
 
     def _from_first(self, batch: dict[str, Any] | None) -> dict[str, Any] | None:
-        events = [event for row in batch["rows"] for event in row.events] if batch is not None else []
+        events = batch["progress"].events if batch is not None else []
         seen = self._gather_objects(left(events))
         if not self._told and not self.group.rank:
             self._told = True
@@ -101,8 +100,9 @@ def digest(batch: dict[str, Any] | None) -> int:
     if batch is None:
         return 0
     # Not the events' details: they are words, and may name a place in this process's memory.
-    books = [(r.lane, r.turn, r.state, r.exhausted, bool(r.fatal), left(r.events)) for r in batch["rows"]]
-    words = repr([books, *(batch[name] for name in _NAMES)])
+    p = batch["progress"]
+    about = (p.step, p.micro_batch, p.ends_step, bool(p.fatal), p.lost, left(p.events))
+    words = repr([about, *(batch[name] for name in _NAMES)])
     found = hashlib.blake2b(words.encode("utf-8", "surrogatepass"), digest_size=8)
     for name in _ARRAYS:
         found.update(batch[name].numpy().data)

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ..collate import row_boundaries
-from ..loss import IGNORE_INDEX, shift_targets
+from ..batch.collate import row_boundaries
+from ..batch.loss_weights import IGNORE_INDEX, shift_targets
 from .collectives import gather
 from .group import SequenceGroup
 

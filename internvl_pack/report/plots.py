@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..estimate.epochs import FILL_BINS, PackingEstimate
+from ..estimate.stats import PADDED_BATCHES, Stats
 from . import page
 from .page import short
 from .rows import datasets_of, of_dataset, of_policy
-from .stats import FILL_BINS, PADDED_BATCHES, Prediction, Stats
 
 MAX_DATASETS = 6
 """Datasets with a colour of their own: the largest; the rest share one."""
@@ -268,7 +269,7 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
     predictions = list(stats.predictions.values())
     height = 0.36
     for place, p in enumerate(predictions):
-        tokens, tiles = stats.fill(p)
+        tokens, tiles = p.token_fill, p.tile_fill
         first = place == 0
         axes.barh(place - height / 2, tokens, height, color=t["colours"][0], label="tokens" if first else None)
         axes.barh(
@@ -287,7 +288,7 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
         axes.plot([middle], [place], "o", color=t["ink"], markersize=4.5)
         about = "" if p.exact else "about "
         axes.annotate(
-            f"{about}{p.packs:,} packs",
+            f"{about}{p.packs:,.0f} packs",
             (1.02, place),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -304,12 +305,12 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=3, handlelength=1.4, columnspacing=1.2)
 
 
-def _policy_label(p: Prediction, stats: Stats) -> str:
+def _policy_label(p: PackingEstimate, stats: Stats) -> str:
     name = "one a row" if p.policy == "single" else p.policy
     return f"{name}\n(chosen)" if p is stats.chosen else name
 
 
-def _fill_quantile(p: Prediction, share: float) -> float:
+def _fill_quantile(p: PackingEstimate, share: float) -> float:
     need, seen = share * sum(p.fills), 0
     for place, count in enumerate(p.fills):
         seen += count

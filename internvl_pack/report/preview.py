@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..collate import FILLER_ID, PAD_ID, row_boundaries
-from ..loss import IGNORE_INDEX
+from ..batch.collate import FILLER_ID, PAD_ID, row_boundaries
+from ..batch.loss_weights import IGNORE_INDEX
 from . import page
 
 MAX_PICTURE_BYTES = 6_000_000
@@ -99,11 +99,11 @@ class SegmentView:
 
 @dataclass(frozen=True)
 class RowView:
-    """One batch: a row of one or more packs. `packs` are their places in the global sequence; `number` is from 1."""
+    """One batch: a row of one or more packs, `number` from 1; `step` and `micro_batch` are its place in the epoch."""
 
     number: int
-    packs: tuple[int, ...]
-    lanes: tuple[int, ...]
+    step: int
+    micro_batch: int
     segments: tuple[SegmentView, ...]
     num_tokens: int
     num_real_tokens: int
@@ -181,12 +181,12 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
         UserError: as the loader.
     """
     dataset = loader.packed_dataset
-    most_tiles = num_rows * loader.budget[1] * loader._feed.packs_per_batch
+    most_tiles = num_rows * loader.budget[1] * loader.packs_per_batch
     room = _Room(tile_pixels=112 if most_tiles <= 480 else 80 if most_tiles <= 1600 else 56)
     decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
     rows: list[RowView] = []
-    for number, batch in enumerate(islice(loader, num_rows)):
-        rows.append(_row(batch, number, loader, decoder, max_text=MAX_TEXT // num_rows))
+    for batch in islice(loader, num_rows):
+        rows.append(_row(batch, len(rows), decoder, max_text=MAX_TEXT // num_rows))
     return Preview(
         rows=rows,
         budget=_row_budget(loader),
@@ -201,13 +201,11 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
 
 def _row_budget(loader: Any) -> tuple[int, int]:
     tokens, tiles = loader.budget
-    packs = loader._feed.packs_per_batch
+    packs = loader.packs_per_batch
     return tokens * packs, tiles * packs
 
 
-def _row(batch: dict[str, Any], number: int, loader: Any, decoder: _Decoder, *, max_text: int) -> RowView:
-    dataset, per_row = loader.packed_dataset, loader._feed.packs_per_batch
-    packs = tuple((number * per_row + i) * dataset.world_size + dataset.rank for i in range(per_row))
+def _row(batch: dict[str, Any], number: int, decoder: _Decoder, *, max_text: int) -> RowView:
     ids, labels, positions, weights = (
         batch[key][0].numpy() for key in ("input_ids", "labels", "position_ids", "loss_weight")
     )
@@ -254,8 +252,8 @@ def _row(batch: dict[str, Any], number: int, loader: Any, decoder: _Decoder, *, 
     padded = batch.get("cu_seqlens_padded")
     return RowView(
         number=number + 1,
-        packs=packs,
-        lanes=tuple(pack % dataset.num_lanes for pack in packs),
+        step=batch["progress"].step,
+        micro_batch=batch["progress"].micro_batch,
         segments=tuple(segments),
         num_tokens=batch["num_tokens"],
         num_real_tokens=batch["num_real_tokens"],

@@ -190,30 +190,30 @@ class RemoteRef:
         """Videos are copied whole: players jump about in them."""
         about_to_ask(self.address)
         with self._failures():
-            if remote.keeps_images():
-                return open(remote.copy_of(self.address), "rb")
-        return io.BytesIO(self.read())
+            return open(remote.image_copy_of(self.address), "rb")
 
     def _read(self, num_bytes: int | None) -> bytes:
         about_to_ask(self.address)
         with self._failures():
-            if remote.keeps_images():
-                with open(remote.copy_of(self.address), "rb") as file:
-                    data = file.read(MAX_IMAGE_BYTES + 1 if num_bytes is None else num_bytes)
-            else:
-                data = remote.fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
-        if len(data) > MAX_IMAGE_BYTES:
-            raise SampleError("image_too_many_bytes", f"{self.address}: more than {MAX_IMAGE_BYTES} bytes")
+            data = self._copied(num_bytes)
         if not data:
             raise SampleError("image_empty", f"{self.address} has 0 bytes")
         return data
+
+    def _copied(self, num_bytes: int | None) -> bytes:
+        try:
+            with open(remote.image_copy_of(self.address, limit=MAX_IMAGE_BYTES), "rb") as file:
+                return file.read() if num_bytes is None else file.read(num_bytes)
+        except FileNotFoundError:  # another process needed its room
+            return remote.fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
         try:
             yield
         except remote.RemoteError as error:
-            raise SampleError("image_missing" if error.gone else "image_unreachable", str(error.strerror)) from None
+            reason = "image_missing" if error.gone else "image_too_many_bytes" if error.large else "image_unreachable"
+            raise SampleError(reason, str(error.strerror)) from None
         except remote.NoStoreError as error:  # one stray address must not end a run
             raise SampleError("remote_not_supported", str(error)) from None
 

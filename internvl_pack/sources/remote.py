@@ -2,7 +2,9 @@
 
     annotation file, shard ──> copied once into a local folder of bounded size, then read by position like any file;
                                a part of one that had to leave the folder is fetched by range
-    image, video ───────────> fetched when needed, or kept in that folder, too, where INTERNVL_PACK_CACHE names it
+    image, video ───────────> copied into that folder, too: the survey reads the header of what training decodes later,
+                               and one request serves both. Where INTERNVL_PACK_CACHE does not name the folder, a
+                               later run asks the server whether its copies are still what it has
 
 Not by fsspec's own http: its event loop lives in a thread, which forked workers lose. A request that fails by itself
 (connection refused, dropped or slow, status 408, 429 or 5xx, a body shorter than announced) is made again, after
@@ -11,7 +13,7 @@ comes is judged by its contents, so that an error page is no image and no shard.
 
 | variable | default | meaning |
 | --- | --- | --- |
-| `INTERNVL_PACK_CACHE` | `~/.cache/internvl_pack` | folder of the copies; images are kept only if it is set |
+| `INTERNVL_PACK_CACHE` | `~/.cache/internvl_pack` | folder of the copies; named, later runs believe its images |
 | `INTERNVL_PACK_CACHE_GB` | 50 | its size; what was not used for longest goes first |
 | `INTERNVL_PACK_RETRIES` | 5 | attempts after the first |
 | `INTERNVL_PACK_TIMEOUT` | 30 | seconds without a byte after which an attempt has failed |
@@ -39,6 +41,7 @@ CHUNK_BYTES = 1 << 16
 _FSSPEC_BYTES = 8 << 20
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
+_STARTED = time.time()  # of this process, or of the one it was forked from
 _RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 _T = TypeVar("_T")
 
@@ -49,22 +52,26 @@ class RemoteError(OSError):
     Attributes:
         gone: it does not exist.
         tired: all attempts failed.
+        large: it has more bytes than were allowed.
     """
 
-    def __init__(self, address: str, what: str, *, gone: bool = False, tired: bool = False) -> None:
+    def __init__(
+        self, address: str, what: str, *, gone: bool = False, tired: bool = False, large: bool = False
+    ) -> None:
         super().__init__(f"{address}: {what}")
         self.strerror = f"{address}: {what}"
         self.what = what
         self.gone = gone
         self.tired = tired
-        self._arguments = (address, what, gone, tired)
+        self.large = large
+        self._arguments = (address, what, gone, tired, large)
 
     def __reduce__(self) -> tuple[Callable[..., RemoteError], tuple[Any, ...]]:  # errors of workers are pickled
         return _remote_error, self._arguments
 
 
-def _remote_error(address: str, what: str, gone: bool, tired: bool) -> RemoteError:
-    return RemoteError(address, what, gone=gone, tired=tired)
+def _remote_error(address: str, what: str, gone: bool, tired: bool, large: bool) -> RemoteError:
+    return RemoteError(address, what, gone=gone, tired=tired, large=large)
 
 
 class NoStoreError(UserError):
@@ -95,7 +102,8 @@ def cache_folder() -> str:
     return os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "internvl_pack")
 
 
-def keeps_images() -> bool:
+def believes_images() -> bool:
+    """Whether copies of images that an earlier run made are used without asking."""
     return bool(os.environ.get("INTERNVL_PACK_CACHE"))
 
 
@@ -297,7 +305,7 @@ def fetch(address: str, start: int = 0, stop: int | None = None, *, limit: int |
         for chunk in store.chunks(start + len(got), stop):
             got.extend(chunk)
             if limit is not None and len(got) > limit:
-                raise RemoteError(address, f"more than {limit} bytes")
+                raise RemoteError(address, f"more than {limit} bytes", large=True)
         return bytes(got)
 
     if stop is not None and stop <= start:
@@ -320,14 +328,24 @@ def cached(address: str) -> str | None:
     return path
 
 
-def copy_of(address: str, *, check: bool = False) -> str:
+def image_copy_of(address: str, *, limit: int | None = None) -> str:
+    """As `copy_of` of an image or video, asking once a run about a copy of an earlier one."""
+    check = False
+    if not believes_images():
+        with contextlib.suppress(FileNotFoundError):
+            check = os.stat(_place(address) + ".json").st_mtime < _STARTED
+    return copy_of(address, check=check, limit=limit)
+
+
+def copy_of(address: str, *, check: bool = False, limit: int | None = None) -> str:
     """The path of a local copy, made where there is none.
 
     Args:
         check: ask the server whether a copy from an earlier run is still what it has.
+        limit: bytes above which nothing is copied.
 
     Raises:
-        RemoteError: the address cannot be read.
+        RemoteError: the address cannot be read, or has more than `limit` bytes.
         UserError: the folder of copies cannot be written.
     """
     path = _place(address)
@@ -337,7 +355,7 @@ def copy_of(address: str, *, check: bool = False) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process copies, others wait
             if cached(address) is not None and not (check and _is_stale(address, path)):
                 return path
-            _copy(address, path)
+            _copy(address, path, limit)
             _make_room(os.path.dirname(path), keep=path)
     except RemoteError:
         raise
@@ -355,10 +373,13 @@ def _is_stale(address: str, path: str) -> bool:
         now = retrying(address, store_of(address).version)
     except (RemoteError, ValueError, FileNotFoundError):
         return True
-    return any(known.get(name) != value for name, value in now.items() if value is not None)
+    if any(known.get(name) != value for name, value in now.items() if value is not None):
+        return True
+    os.utime(path + ".json")  # was asked about
+    return False
 
 
-def _copy(address: str, path: str) -> None:
+def _copy(address: str, path: str, limit: int | None) -> None:
     store = store_of(address)
     partial = path + ".part"
     try:
@@ -372,6 +393,8 @@ def _copy(address: str, path: str) -> None:
         def attempt() -> None:
             for chunk in store.chunks(file.tell(), None):
                 file.write(chunk)
+                if limit is not None and file.tell() > limit:
+                    raise RemoteError(address, f"more than {limit} bytes", large=True)
 
         retrying(address, attempt)
         size = file.tell()
@@ -383,12 +406,22 @@ def _copy(address: str, path: str) -> None:
     os.replace(partial, path)
 
 
+_unseen: dict[int, float] = {}  # by process: bytes copied since it last looked through the folder
+
+
 def _make_room(folder: str, keep: str) -> None:
-    """Remove the copies that were not used for longest until the rest fits."""
+    """Remove the copies that were not used for longest until the rest fits.
+
+    Looks through the folder, which may hold a million images, when a process has copied a hundredth of its size.
+    """
     allowed = _setting("INTERNVL_PACK_CACHE_GB", 50) * 1e9
+    unseen = _unseen.get(os.getpid(), allowed) + os.path.getsize(keep)
+    _unseen[os.getpid()] = unseen if unseen < allowed / 100 else 0
+    if unseen < allowed / 100:
+        return
     copies = []
     for entry in os.scandir(folder):
-        if "." not in entry.name:
+        if "." not in entry.name and entry.is_file():  # the surveys' folder lies here, too
             with contextlib.suppress(FileNotFoundError):
                 found = entry.stat()
                 copies.append((found.st_mtime_ns, found.st_size, entry.path))

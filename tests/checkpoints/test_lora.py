@@ -283,7 +283,7 @@ def test_going_on_from_a_checkpoint_in_internvl_s_format_ends_at_the_same_weight
 
 @pytest.mark.slow
 def test_two_ranks_of_zero3_train_and_write_internlm2_as_one_process_does(train, made, tmp_path):
-    same = (*LORA, "--save_format", "internvl", "--max_steps", "2", "--num_lanes", "2", "--check_isolation", "False")
+    same = (*LORA, "--save_format", "internvl", "--max_steps", "2", "--check_isolation", "False")
     same += ("--adam_epsilon", "1e-2", "--lr_scheduler_type", "constant")
     assert train(*same, "--gradient_accumulation_steps", "2", out=tmp_path / "one", model="internlm2") == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from internvl_pack.collate import PackRow, Segment, packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.tiny import tiny_internvl

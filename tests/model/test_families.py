@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from internvl_pack.batch.in_batch import in_batch_collate_fn
 from internvl_pack.errors import UserError
-from internvl_pack.in_batch import in_batch_collate_fn
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.build import _from_pretrained
 from internvl_pack.model.families import check_family
@@ -56,7 +56,7 @@ def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(family, setting
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     batch = partial(in_batch_collate_fn, max_packed_tokens=40)(samples)
-    loss = packed(model)(**{key: value for key, value in batch.items() if key != "rows"}).loss
+    loss = packed(model)(**{key: value for key, value in batch.items() if key != "progress"}).loss
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for name, p in model.named_parameters():

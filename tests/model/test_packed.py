@@ -17,13 +17,13 @@ from helpers.model_samples import (
     tiny_packed,
 )
 
-from internvl_pack.collate import Segment
+from internvl_pack.batch.row import Segment
 from internvl_pack.config import PackingConfig
-from internvl_pack.dataset import PackedDataset
 from internvl_pack.encode.sample import EncodeConfig
-from internvl_pack.loader import build_loader
 from internvl_pack.model.loss import head
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.stream.dataset import PackedDataset
+from internvl_pack.stream.loader import build_loader
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5

@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from internvl_pack.collate import PackRow, Segment, packed_collate_fn
+from internvl_pack.batch.collate import packed_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.parallel.agreement import Agreement, OtherRankFailed, difference, digest
 from internvl_pack.parallel.group import SequenceGroup
+from internvl_pack.records import whole
+from internvl_pack.stream.reader import Progress
 from train.ranks import Ranks
 
 
-def batch(ids=(5, 6, 7), labels=(-100, 6, 7), sample_id="a/0", events=(), cursor=3, shade=0) -> dict[str, Any]:
+def batch(
+    ids=(5, 6, 7), labels=(-100, 6, 7), sample_id="a/0", events=(), step=3, shade=0, **progress
+) -> dict[str, Any]:
     """A batch of one segment with one tile; `events` are (id, reason, detail)."""
     tiles = np.full((1, 3, 4, 4), shade, dtype=np.uint8)
     segment = Segment(sample_id, (0, 1), np.array(ids, np.int32), np.array(labels, np.int32), tiles, (1,), 2)
     told = [{"id": i, "reason": reason, "detail": detail} for i, reason, detail in events]
-    return packed_collate_fn([PackRow([segment], lane=1, turn=2, state={"cursor": cursor}, events=told)], image_size=4)
+    return packed_collate_fn([PackRow([segment])], image_size=4) | {"progress": Progress(step, events=told, **progress)}
 
 
 LOST = ("a/9", "image_unreadable")
@@ -33,10 +38,14 @@ LOST = ("a/9", "image_unreadable")
         batch(labels=(-100, 6, -100)),
         batch(sample_id="a/1"),
         batch(events=[(*LOST, "")]),
-        batch(cursor=4),
+        batch(step=4),
+        batch(micro_batch=1),
+        batch(ends_step=True),
+        batch(lost=[(whole(7, 3, 1), "image_unreadable")]),
+        batch(fatal="made/9: image_missing"),
         None,
     ],
-    ids=["ids", "labels", "sample", "a sample that left", "state", "end"],
+    ids=["ids", "labels", "sample", "a sample that left", "step", "micro-batch", "step's end", "loss", "stop", "end"],
 )
 def test_batches_that_differ_in_what_counts_have_other_digests(other):
     assert digest(other) != digest(batch())
@@ -117,7 +126,7 @@ def source(batches):
 
 
 def test_ranks_that_read_the_same_keep_what_they_read():
-    first, second = [batch(), batch(cursor=4)], [batch(shade=1), batch(cursor=4, shade=1)]
+    first, second = [batch(), batch(step=4)], [batch(shade=1), batch(step=4, shade=1)]
     (given, _), (other, error) = read(first, second)
     assert [id(b) for b in given] == [id(b) for b in first]
     assert [id(b) for b in other] == [id(b) for b in second], "nothing was sent"
@@ -125,8 +134,8 @@ def test_ranks_that_read_the_same_keep_what_they_read():
 
 
 def test_where_ranks_differ_all_get_the_first_ones_batch_and_one_line_is_told(caplog):
-    first = [batch(), batch(cursor=4), batch(cursor=5)]
-    second = [batch(), batch(cursor=4, sample_id="a/1", events=[(*LOST, "")]), batch(cursor=6)]
+    first = [batch(), batch(step=4), batch(step=5)]
+    second = [batch(), batch(step=4, sample_id="a/1", events=[(*LOST, "")]), batch(step=6)]
     (_, _), (given, _) = read(first, second)
     assert [id(b) for b in given] == [id(second[0]), id(first[1]), id(first[2])]
     (line,) = caplog.messages
@@ -135,12 +144,12 @@ def test_where_ranks_differ_all_get_the_first_ones_batch_and_one_line_is_told(ca
 
 
 def test_a_rank_whose_rows_end_early_goes_on_with_the_first_ones():
-    (first, _), (second, _) = read([batch(), batch(cursor=4)], [batch()])
+    (first, _), (second, _) = read([batch(), batch(step=4)], [batch()])
     assert len(first) == len(second) == 2
 
 
 def test_no_rank_waits_for_one_that_cannot_read_on():
-    (given, error), (others, reason) = read([batch(), batch(cursor=4)], [batch(), OSError("no such device")])
+    (given, error), (others, reason) = read([batch(), batch(step=4)], [batch(), OSError("no such device")])
     assert (len(given), len(others)) == (1, 1)
     assert isinstance(error, OtherRankFailed) and "rank 1" in str(error)
     assert isinstance(reason, OSError)

@@ -87,7 +87,7 @@ def quick(tmp_path, monkeypatch, made):
 
 def contents(meta: Path, tokenizer, num_workers: int = 0) -> dict[str, tuple]:
     """{end of the sample's id: its tokens and the sum of its pixels}"""
-    config = PackingConfig(num_lanes=1, max_packed_tokens=256, num_images_expected=16)
+    config = PackingConfig(max_packed_tokens=256, num_images_expected=16)
     loader = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY), num_workers=num_workers)
     found = {}
     for batch in loader:
@@ -174,7 +174,7 @@ def test_data_that_cannot_be_opened_is_one_line_with_its_address(tmp_path, capsy
 )
 def test_an_image_that_cannot_be_fetched_costs_its_sample(tmp_path, made, tokenizer, fault, reason):
     FlakyStore.faults = {"00003_0.png": [fault] * 1000}
-    config = PackingConfig(num_lanes=1)
+    config = PackingConfig()
     meta = by_address(tmp_path, "flaky", "lines")
     loader = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=TINY))
     assert len({name for batch in loader for name in batch["sample_ids"]}) == ROWS - 1

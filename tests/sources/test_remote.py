@@ -10,20 +10,23 @@ import re
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from factory import TINY, write_jsonl, write_meta, write_shards
+from factory import TINY, png, write_jsonl, write_meta, write_shards
+from PIL import Image
 
-from internvl_pack import Encoder, PackedDataset, PackingConfig, SampleError, UserError, build_loader
+from internvl_pack import PackedDataset, PackingConfig, SampleError, UserError, build_loader
 from internvl_pack.cli import main
-from internvl_pack.plan import plan_epochs
+from internvl_pack.estimate.epochs import estimate_epochs
+from internvl_pack.samples import Samples
 from internvl_pack.sources import load_meta, open_source, remote
 from internvl_pack.sources.files import Stamp
 from internvl_pack.sources.image_refs import RemoteRef, SliceRef
 from internvl_pack.sources.remote import RemoteError, copy_of, fetch
-from internvl_pack.validate import Checker, validate
+from internvl_pack.survey.validate import Checker, validate
 
 pytest.importorskip("requests")
 pytest.importorskip("fsspec")
@@ -259,7 +262,7 @@ def test_impossible_settings_are_named(file, monkeypatch, name, value):
 
 
 def everything(meta, tokenizer) -> dict[str, tuple]:
-    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(num_lanes=1), encode=TINY)
+    dataset = PackedDataset.from_meta(meta, tokenizer, PackingConfig(), encode=TINY)
     found = {}
     for batch in build_loader(dataset):
         offsets = batch["segment_tile_offsets"].tolist()
@@ -279,10 +282,10 @@ def remote_meta(tmp_path, folder, server, kind: str) -> tuple[Path, Path]:
     return here, write_meta(tmp_path, {"made": meta})
 
 
-@pytest.mark.parametrize("cached", ["images fetched", "images kept"])
+@pytest.mark.parametrize("named", [False, True], ids=["", "folder named"])
 @pytest.mark.parametrize("kind", ["jsonl", "shards"])
-def test_data_by_address_is_the_same_data(tmp_path, folder, server, tokenizer, kind, cached, monkeypatch):
-    if cached == "images kept":
+def test_data_by_address_is_the_same_data(tmp_path, folder, server, tokenizer, kind, named, monkeypatch):
+    if named:
         monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path / "copies"))
     here, there = remote_meta(tmp_path, folder, server, kind)
     expected = everything(here, tokenizer)
@@ -290,8 +293,60 @@ def test_data_by_address_is_the_same_data(tmp_path, folder, server, tokenizer, k
     assert everything(there, tokenizer) == expected and len(expected) == 20
     before = server.requests.total()
     assert everything(there, tokenizer) == expected
-    asked_again = server.requests.total() - before
-    assert asked_again <= 4 if kind == "shards" or cached == "images kept" else asked_again > 20
+    assert server.requests.total() - before <= 4, "copies serve again"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_survey_and_training_fetch_an_image_once_together(tmp_path, folder, server, tokenizer, workers):
+    _, there = remote_meta(tmp_path, folder, server, "jsonl")
+    config = PackingConfig(max_packed_tokens=300, num_images_expected=9)
+    dataset = PackedDataset.from_meta(there, tokenizer, config, encode=TINY)
+    batches = list(build_loader(dataset, num_workers=workers, timeout=60 * bool(workers)))
+    assert len(batches) > 3 and sum(batch["num_samples"] for batch in batches) == 20
+    fetched = {path: n for path, n in server.requests.items() if path.startswith("GET /images/")}
+    assert len(fetched) == len(list((folder / "images").iterdir())) and set(fetched.values()) == {1}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["", "folder named"])
+def test_a_later_run_asks_once_whether_its_images_changed_unless_the_folder_was_named(
+    tmp_path, folder, server, tokenizer, named, monkeypatch
+):
+    if named:
+        monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path / "copies"))
+    _, there = remote_meta(tmp_path, folder, server, "jsonl")
+    first = everything(there, tokenizer)
+    image = min((folder / "images").iterdir())
+    with Image.open(image) as picture:
+        size = picture.size
+    image.write_bytes(png(*size, shade=255))
+    server.requests.clear()
+    later = time.time()
+    monkeypatch.setattr(remote, "_STARTED", later)
+    for copy in remote_copies():
+        os.utime(copy, (later - 9, later - 9))
+    second = everything(there, tokenizer)
+    changed = {name for name in first if first[name] != second[name]}
+    asked = {path: n for path, n in server.requests.items() if "/images/" in path}
+    if named:
+        assert not changed and not asked
+        return
+    assert changed == {f"made/{int(image.name[:5])}"}
+    assert asked.pop(f"GET /images/{image.name}") == 1 and asked.pop(f"HEAD /images/{image.name}") == 2
+    assert set(asked.values()) == {1} and all(path.startswith("HEAD") for path in asked)
+
+
+def remote_copies() -> list[Path]:
+    """What is noted of the copies."""
+    return list(Path(remote.cache_folder()).glob("*.json"))
+
+
+def test_images_that_have_to_leave_the_folder_are_fetched_again(tmp_path, folder, server, tokenizer, monkeypatch):
+    here, there = remote_meta(tmp_path, folder, server, "jsonl")
+    monkeypatch.setenv("INTERNVL_PACK_CACHE_GB", "0")
+    assert everything(there, tokenizer) == everything(here, tokenizer)
+    assert sum(n for path, n in server.requests.items() if path.startswith("GET /images/")) > 20
+    assert len(remote_copies()) == 1
+    assert (Path(remote.cache_folder()) / "survey").is_dir(), "which lies in the same folder"
 
 
 def test_a_shard_that_left_the_folder_is_read_by_ranges(tmp_path, folder, server, tokenizer, monkeypatch):
@@ -308,14 +363,16 @@ def test_a_shard_that_left_the_folder_is_read_by_ranges(tmp_path, folder, server
 def test_epochs_of_shards_that_were_copied_are_counted_and_those_of_images_far_away_are_not(
     tmp_path, folder, server, tokenizer
 ):
-    config = PackingConfig(num_lanes=2)
+    config = PackingConfig()
     for kind, counted in (("shards", True), ("jsonl", False)):
         here, there = remote_meta(tmp_path, folder, server, kind)
         near, far = (PackedDataset.from_meta(meta, tokenizer, config, encode=TINY) for meta in (here, there))
         before = server.requests.total()
-        plan = plan_epochs(far, 1)
+        plan = estimate_epochs(far, 4, 1)
         assert plan.exact == counted == (server.requests.total() == before)
-        assert not counted or plan == plan_epochs(near, 1)
+        if counted:
+            (one,), (other,) = plan.epochs, estimate_epochs(near, 4, 1).epochs
+            assert replace(one, plan_seconds=0) == replace(other, plan_seconds=0)
 
 
 def test_a_part_of_a_shard_that_cannot_be_fetched_names_its_address_once(monkeypatch):
@@ -335,9 +392,8 @@ def test_images_that_cannot_be_fetched_cost_their_sample(tmp_path, folder, serve
     first_of = {name[:5]: name for name in reversed(names)}
     gone, page, busy = list(first_of.values())[:3]
     (folder / "images" / gone).unlink()
-    server.faults = {page: ["page"] * 99, busy: ["503"] * 99}
-    specs = load_meta(there)
-    checker = Checker([open_source(s) for s in specs], specs, Encoder(tokenizer, TINY), decode=True)
+    server.faults, server.heads = {page: ["page"] * 99, busy: ["503"] * 99}, False
+    checker = Checker(Samples.from_meta(there, tokenizer, TINY), decode=True)
     bad = {sample.id: sample for _, part in validate(checker) for sample in part}
     assert {i: sample.reason for i, sample in bad.items()} == {
         f"s{int(gone[:5])}": "image_missing",
@@ -348,27 +404,37 @@ def test_images_that_cannot_be_fetched_cost_their_sample(tmp_path, folder, serve
     assert f"s{int(gone[:5])}" in bad and len(everything(there, tokenizer)) == 17
 
 
-@pytest.mark.parametrize("fault, code, words", [("404", 2, ["404"]), ("503", 2, ["503", "tried"]), ("page", 1, [])])
-@pytest.mark.parametrize("kind", ["jsonl", "shards"])
-def test_data_that_cannot_be_opened_is_one_line(tmp_path, folder, server, kind, fault, code, words, capsys):
-    if (kind, fault) == ("jsonl", "page"):  # no row in it can be one; a bad shard costs itself
-        code, words = 2, ["web page"]
+@pytest.mark.parametrize(
+    "kind, fault, words",
+    [
+        ("jsonl", "404", ["404"]),
+        ("jsonl", "503", ["503", "tried"]),
+        ("jsonl", "page", ["web page"]),  # no row in it can be one; a bad shard costs itself
+        ("shards", "404", ["404"]),
+        ("shards", "503", ["503", "tried"]),
+    ],
+)
+def test_data_that_cannot_be_opened_is_one_line(tmp_path, folder, server, kind, fault, words, capsys):
     _, there = remote_meta(tmp_path, folder, server, kind)
     server.heads = False
     server.faults = {"made": [fault] * 99}
-    assert main(["validate", str(there), "--workers", "0"]) == code
-    captured = capsys.readouterr()
-    if code == 2:
-        line = captured.err.splitlines()[-1]
-        assert all(word in line for word in [*words, server.address, "made"])
-    else:
-        assert ("shard_not_tar" if kind == "shards" else "invalid_json") in captured.out
+    assert main(["validate", str(there), "--workers", "0"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert all(word in line for word in [*words, server.address, "made"])
+
+
+def test_a_page_instead_of_a_shard_is_that_shards_fault(tmp_path, folder, server, capsys):
+    _, there = remote_meta(tmp_path, folder, server, "shards")
+    server.heads = False
+    server.faults = {"made": ["page"] * 99}
+    assert main(["validate", str(there), "--workers", "0"]) == 1
+    assert "shard_not_tar" in capsys.readouterr().out
 
 
 def test_workers_fetch_beside_each_other(tmp_path, folder, server, tokenizer):
     here, there = remote_meta(tmp_path, folder, server, "jsonl")
-    dataset = PackedDataset.from_meta(there, tokenizer, PackingConfig(num_lanes=2), encode=TINY)
-    dataset.encoder.encode(dataset.sources[0].read(0), dataset.specs[0])  # a connection before the fork
+    dataset = PackedDataset.from_meta(there, tokenizer, PackingConfig(), encode=TINY)
+    dataset.encoder.encode(dataset.samples.sources[0].read(0), dataset.samples.specs[0])  # a connection before the fork
     loader = build_loader(dataset, num_workers=2, timeout=60)
     delivered = {i for batch in loader for i in batch["sample_ids"]}
     assert len(delivered) == 20 and len(everything(here, tokenizer)) == 20

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ...batch.loss_weights import IGNORE_INDEX
 from ...errors import UserError
-from ...loss import IGNORE_INDEX
 from .head import LossKernel, loss_and_gradient
 
 logger = logging.getLogger(__name__)

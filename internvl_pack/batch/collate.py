@@ -1,0 +1,271 @@
+"""From packs to tensors.
+
+A worker hands out `PackRow`s (numpy arrays of the chosen fragments); `packed_collate_fn` concatenates
+the segments of one or more of them into one row, `padded_collate_fn` stacks one sample a row for
+`use_packed_ds=False`, so that both ways train on the same data through the same model code.
+
+A row of three segments and a pad (strict mode), N = 16:
+
+    input_ids      a a a a a b b b b b b c c p p p
+    position_ids   0 1 2 3 4 0 1 2 3 4 5 0 1 0 1 2
+    cu_seqlens     0         5           11  13    16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UserError
+from .loss_weights import IGNORE_INDEX, LOSS_REDUCTIONS, token_weights
+from .row import PackRow
+
+INT32_MAX = 2**31 - 1
+PAD_ID = "<pad>"
+FILLER_ID = "<filler>"
+FILLER_TOKENS = 2  # the shortest row with a next token
+
+
+def packed_collate_fn(
+    rows: Sequence[PackRow],
+    *,
+    pad_token_id: int = 0,
+    image_size: int = 448,
+    loss_reduction: str = "token",
+    pad_to: int | Sequence[int] | None = None,
+    pad_seq_to_mult: int = 1,
+    pad_cu_seqlens_to: int | None = None,
+    image_token_id: int | None = None,
+) -> dict[str, Any]:
+    """One or more packs flattened into one row of N tokens with S segments, T tiles.
+
+    Args:
+        pad_token_id: fills the pad segment and filler rows.
+        image_size: side of a tile, for rows without any.
+        loss_reduction: `token`, `sample` or `square`; see loss.py.
+        pad_to: pad the row with one isolated, unlabelled segment to this length (strict mode), or to
+            the smallest of several lengths that holds it.
+        pad_seq_to_mult: pad every segment to a multiple of this many tokens, as context parallelism and
+            FP8 want; the pads are unlabelled and come after all tokens that could see them.
+        pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
+        image_token_id: of the tokens that image features replace; given, they are counted.
+
+    Returns:
+        input_ids, labels, position_ids: int64 (1, N); the label of each segment's first token is IGNORE_INDEX.
+        loss_weight: float32 (1, N), of each token as a target; 0 where not trained.
+        cu_seqlens: int32 (S+1,), strictly increasing from 0 to N, pad segment included.
+        max_seqlen: int.
+        cu_seqlens_padded: with `pad_seq_to_mult` above 1 only, also where nothing had to be padded: where the
+            segments lie in the row, from 0 to N, each a multiple. `cu_seqlens` then are the boundaries without the pads
+            within segments, of tokens that count, and end before N; `max_seqlen` is of the padded ones.
+        cu_seqlens_static: int32 (pad_cu_seqlens_to,), with that option only: where the segments lie in the row, the
+            last boundary N repeated. Empty segments: for kernels that allow them, which `cu_seqlens` never asks.
+        pixel_values: uint8 (T, 3, image_size, image_size), in memory as the segments' tiles are: those that are decoded
+            here have a pixel's colours together, torch.channels_last.
+        image_offsets: int32 (images+1,); segment_tile_offsets: int32 (S+1,).
+        sample_ids: list of S strings; `<pad>` and `<filler>` mark segments that are no sample.
+        fragments: list of S (index, count) pairs.
+        num_samples, num_segments, num_tokens (N), num_real_tokens, num_tiles, num_loss_tokens, num_packs:
+        ints; num_samples counts a split sample at its first fragment.
+        sum_squared_lengths: int, of the real segments: what attention costs.
+        num_image_tokens: int, only with `image_token_id`.
+
+    Raises:
+        ValueError: no rows, an empty segment, a row longer than `pad_to` or than int32 boundaries hold, or more
+            segments than `pad_cu_seqlens_to` has room for.
+    """
+    if not rows:
+        raise ValueError("packed_collate_fn got no rows: a batch needs at least one pack")
+    segments = [s for row in rows for s in row.segments]
+    for s in segments:
+        if not len(s.input_ids):
+            raise ValueError(f"segment {s.sample_id!r} has no tokens: repeated boundaries break the kernels")
+        if len(s.labels) != len(s.input_ids):
+            raise ValueError(f"segment {s.sample_id!r}: {len(s.input_ids)} tokens but {len(s.labels)} labels")
+    lengths = [len(s.input_ids) for s in segments]
+    ids = [s.sample_id for s in segments]
+    fragments = [s.fragment for s in segments]
+    num_real_tokens = sum(lengths)
+    if not segments:
+        lengths, ids, fragments = [FILLER_TOKENS], [FILLER_ID], [(0, 1)]
+    padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
+    target = padded_length(sum(padded), pad_to)
+    if target > sum(padded):
+        ids.append(PAD_ID)
+        fragments.append((0, 1))
+        lengths.append(target - sum(padded))
+        padded.append(target - sum(padded))
+    if target > INT32_MAX:
+        raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
+
+    places = _offsets(padded)  # where the segments lie
+    input_ids = np.full(target, pad_token_id, dtype=np.int64)
+    labels = np.full(target, IGNORE_INDEX, dtype=np.int64)
+    weights = np.zeros(target, dtype=np.float32)
+    for s, start in zip(segments, places.tolist(), strict=False):
+        stop = start + len(s.input_ids)
+        input_ids[start:stop] = s.input_ids
+        labels[start + 1 : stop] = s.labels[1:]  # nothing before it in the segment predicts the first token
+        weights[start:stop] = token_weights(labels[start:stop], loss_reduction, s.num_loss_tokens)
+    position_ids = np.arange(target, dtype=np.int64) - np.repeat(places[:-1].numpy().astype(np.int64), padded)
+
+    tile_counts = [len(s.tiles) for s in segments] + [0] * (len(lengths) - len(segments))
+    image_counts = [n for s in segments for n in s.tiles_per_image]
+    assert sum(image_counts) == sum(tile_counts), "tiles_per_image does not cover the tiles"
+    joined = _joined(rows)
+    pixels = torch.empty((0, 3, image_size, image_size), dtype=torch.uint8)
+    if joined is not None:
+        pixels = torch.from_numpy(joined)
+    batch = {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "position_ids": torch.from_numpy(position_ids)[None],
+        "loss_weight": torch.from_numpy(weights)[None],
+        "cu_seqlens": _offsets(lengths),
+        "max_seqlen": max(padded),
+        "pixel_values": pixels,
+        "image_offsets": _offsets(image_counts),
+        "segment_tile_offsets": _offsets(tile_counts),
+        "sample_ids": ids,
+        "fragments": fragments,
+        "num_samples": sum(s.fragment[0] == 0 for s in segments),
+        "num_segments": len(segments),
+        "num_packs": sum(bool(row.segments) for row in rows),
+        "num_tokens": target,
+        "num_real_tokens": num_real_tokens,
+        "num_tiles": sum(tile_counts),
+        "num_loss_tokens": int((labels != IGNORE_INDEX).sum()),
+        "sum_squared_lengths": sum(len(s.input_ids) ** 2 for s in segments),
+    }
+    if pad_seq_to_mult > 1:
+        batch["cu_seqlens_padded"] = places
+    if pad_cu_seqlens_to is not None:
+        batch["cu_seqlens_static"] = _static(places, pad_cu_seqlens_to)
+    if image_token_id is not None:
+        batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
+    return batch
+
+
+def padded_collate_fn(
+    rows: Sequence[PackRow],
+    *,
+    pad_token_id: int = 0,
+    image_size: int = 448,
+    loss_reduction: str = "token",
+    image_token_id: int | None = None,
+) -> dict[str, Any]:
+    """The same samples the usual way: one sample a row, padded on the right to the longest.
+
+    Returns:
+        input_ids, labels, position_ids, attention_mask: int64 (B, L); loss_weight: float32 (B, L);
+        pixel_values, image_offsets, sample_ids, fragments and the counts as `packed_collate_fn`. No cu_seqlens.
+
+    Raises:
+        ValueError: no rows, or a row that holds several segments.
+    """
+    if not rows:
+        raise ValueError("padded_collate_fn got no rows: a batch needs at least one sample")
+    for row in rows:
+        if len(row.segments) > 1:
+            raise ValueError(f"padded_collate_fn takes one sample a row, a row has {len(row.segments)}")
+    collate = partial(
+        packed_collate_fn,
+        pad_token_id=pad_token_id,
+        image_size=image_size,
+        loss_reduction=loss_reduction,
+        image_token_id=image_token_id,
+    )
+    singles = [collate([row]) for row in rows if row.segments] or [collate(rows[:1])]
+    length = max(one["num_tokens"] for one in singles)
+    batch: dict[str, Any] = {}
+    fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
+    for key, fill in fills.items():
+        batch[key] = torch.full((len(singles), length), fill, dtype=singles[0][key].dtype)
+        for i, one in enumerate(singles):
+            batch[key][i, : one["num_tokens"]] = one[key][0]
+    lengths = torch.tensor([one["num_tokens"] for one in singles])
+    batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
+    batch["pixel_values"] = torch.cat([one["pixel_values"] for one in singles])
+    counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
+    batch["image_offsets"] = _offsets(counts)
+    for key in ("sample_ids", "fragments"):
+        batch[key] = [value for one in singles for value in one[key]]
+    for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
+        batch[key] = sum(one[key] for one in singles)
+    batch["num_tokens"] = length * len(singles)
+    return batch
+
+
+_SUMS = (
+    "num_samples",
+    "num_segments",
+    "num_packs",
+    "num_real_tokens",
+    "num_tiles",
+    "num_loss_tokens",
+    "sum_squared_lengths",
+)
+
+
+def padded_length(num_tokens: int, pad_to: int | Sequence[int] | None) -> int:
+    """The length a row is padded to: the smallest of `pad_to` that holds it.
+
+    Raises:
+        ValueError: none does.
+    """
+    if pad_to is None:
+        return num_tokens
+    choices = [pad_to] if isinstance(pad_to, int) else list(pad_to)
+    fitting = [n for n in choices if n >= num_tokens]
+    if not fitting:
+        raise ValueError(
+            f"a row of {num_tokens} tokens is longer than pad_to {max(choices)}: with several packs a batch "
+            f"pad_to must be a multiple of max_packed_tokens"
+        )
+    return min(fitting)
+
+
+def row_boundaries(batch: dict[str, Any]) -> torch.Tensor:
+    """Where the segments of a packed batch lie in its row: int32 (S+1,), from 0 to N."""
+    return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+
+
+def _static(places: torch.Tensor, count: int) -> torch.Tensor:
+    if len(places) > count:
+        raise ValueError(
+            f"a row of {len(places) - 1} segments (pads included) needs {len(places)} boundaries: raise "
+            f"pad_cu_seqlens_to from {count}"
+        )
+    return torch.cat([places, places[-1:].expand(count - len(places))])
+
+
+def filler_row() -> PackRow:
+    """What a rank trains on when its data has ended and others' has not: no sample, no weight."""
+    return PackRow([])
+
+
+def is_filler(batch: dict[str, Any]) -> bool:
+    return batch["num_segments"] == 0
+
+
+def check_loss_reduction(loss_reduction: str) -> None:
+    if loss_reduction not in LOSS_REDUCTIONS:
+        raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use {', '.join(LOSS_REDUCTIONS)}")
+
+
+def _joined(rows: Sequence[PackRow]) -> np.ndarray | None:
+    """All tiles of the rows in placeholder order; those of a single pack are not copied. None without any."""
+    parts = [tiles for row in rows for tiles in row.all_tiles() if len(tiles)]
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _offsets(counts: Sequence[int]) -> torch.Tensor:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return torch.from_numpy(offsets)

@@ -1,0 +1,246 @@
+"""Whole epochs packed from lengths alone, by the very plan that trains: how full, fair, dear and even packs are.
+
+lengths of a file, or of META's survey -> LengthTable -> OnlinePacks -> StepPlan -> PackingEstimate
+"""
+
+from __future__ import annotations
+
+import csv
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+
+from ..config import PackingConfig
+from ..errors import UserError
+from ..order.mixture import Mixture, MixturePart
+from ..packing.cost import CostModel
+from ..plan.groups import StepPlan
+from ..records import Span
+from ..survey.survey import PART, Part, Survey
+from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, Note
+from .epochs import PackingEstimate, WatchedPacks, follow_plan
+
+TOKENS_A_TILE = 256
+
+
+class LengthTable:
+    """Lengths of an epoch's samples, in its order: what `OnlinePacks` reads where there is no data.
+
+    A row of lengths does not say where its images lie or its turns end. One that has to be cut is taken as text with
+    its images spread evenly over it and its tiles evenly over its images (one tile an image where the number of images
+    is not known), TOKENS_A_TILE tokens a tile, text cut anywhere. Rows of a survey have their own notes.
+
+    Args:
+        tokens, tiles: int64 (rows,).
+        images: int64 (rows,), 0 where not known; None where notes tell.
+        note: of a row that may have to be cut, or is refused.
+        order: int64 (samples,), which row stands at each position; None takes them as they come.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        tiles: np.ndarray,
+        images: np.ndarray | None = None,
+        *,
+        note: Callable[[int], Note | None] | None = None,
+        order: np.ndarray | None = None,
+    ) -> None:
+        self.tokens, self.tiles, self.images = tokens, tiles, images
+        self._note = note or self._spread
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self.tokens) if self._order is None else len(self._order)
+
+    def drawn(self, num_samples: int, seed: int) -> LengthTable:
+        """So many samples of these, each drawn anew.
+
+        Raises:
+            UserError: there is none to draw.
+        """
+        if not len(self):
+            raise UserError("--samples: there are no lengths to draw from")
+        places = np.random.default_rng(seed).integers(0, len(self), num_samples)
+        order = places if self._order is None else self._order[places]
+        return LengthTable(self.tokens, self.tiles, self.images, note=self._note, order=order)
+
+    def sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 (samples,) tokens and tiles in the order of the epoch."""
+        return (self.tokens, self.tiles) if self._order is None else (self.tokens[self._order], self.tiles[self._order])
+
+    def part(self, mixture: Mixture, number: int) -> Part:
+        start, stop = number * PART, min((number + 1) * PART, len(self))
+        rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
+        tokens, tiles = self.tokens[rows], self.tiles[rows]
+        return Part(start, np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows))
+
+    def mixture(self) -> Mixture:
+        """The order of the epoch: as the samples come."""
+        return Mixture([MixturePart(name="lengths", num_rows=len(self))], seed=0, shuffle=False)
+
+    def _spread(self, row: int) -> Note | None:
+        num_tokens, num_tiles = int(self.tokens[row]), int(self.tiles[row])
+        if not num_tokens:
+            return None
+        if not 0 < num_tiles <= num_tokens:
+            # more tiles than tokens is no sample that was ever encoded: one block, which cannot be cut
+            return Note()
+        images = min(int(self.images[row]) if self.images is not None else 0, num_tiles) or num_tiles
+        a_tile = min(TOKENS_A_TILE, num_tokens // num_tiles)
+        text = num_tokens - a_tile * num_tiles
+        spans = []
+        for i in range(images):
+            spans.append(Span(text * (i + 1) // (images + 1) - text * i // (images + 1)))
+            held = num_tiles * (i + 1) // images - num_tiles * i // images
+            spans.append(Span(a_tile * held, held))
+        spans.append(Span(text - text * images // (images + 1)))
+        return Note(tuple(span for span in spans if span.num_tokens))
+
+
+class _Notes(dict[int, Note]):
+    """The notes of some rows by their offset, made when they are asked for."""
+
+    def __init__(self, note: Callable[[int], Note | None], rows: np.ndarray) -> None:
+        super().__init__()
+        self._note, self._rows = note, rows
+
+    def get(self, offset: int, default: Any = None) -> Any:
+        return self._note(int(self._rows[offset])) or default
+
+
+def surveyed_lengths(survey: Survey, mixture: Mixture) -> LengthTable:
+    """The lengths of an epoch of data of which all rows are known (`measure_all`)."""
+    starts = np.cumsum([0, *(table.key.num_rows for table in survey.tables)])
+    known = [table.lengths(np.arange(table.key.num_rows)) for table in survey.tables]
+    tokens, tiles, verdicts = (np.concatenate(column) for column in zip(*known, strict=True))
+    datasets, rows = mixture.locate_range(0, len(mixture))
+
+    def note(row: int) -> Note | None:
+        dataset = int(np.searchsorted(starts, row, "right")) - 1
+        found = survey.tables[dataset].note(row - int(starts[dataset]))
+        return found if found is None or (found.error is not None) == (verdicts[row] == REFUSED) else None
+
+    return LengthTable(tokens, tiles, note=note, order=starts[datasets] + rows)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What packing an epoch of lengths came to, and how many samples were read between a fragment and its pack."""
+
+    epoch: PackingEstimate
+    waits: Counter[int]
+
+    def report(self) -> dict[str, int | float]:
+        """What `internvl-pack simulate --json` prints."""
+        epoch = self.epoch
+        return {
+            "samples": epoch.num_planned,
+            "packs": int(epoch.packs),
+            "lower_bound": int(epoch.bound),
+            "packs_over_bound": epoch.packs_over_bound,
+            "token_fill": epoch.aligned_tokens / max(1, epoch.packs * epoch.budget[0]),
+            "tile_fill": epoch.tiles / max(1, epoch.packs * epoch.budget[1]),
+            "us_per_sample": 1e6 * epoch.plan_seconds / max(1, epoch.num_planned),
+            "max_wait_samples": max(self.waits, default=0),
+            "p99_wait_samples": _quantile(self.waits, 0.99),
+            "split": int(epoch.split),
+            "dropped": epoch.refused.total(),
+            "fragments": int(epoch.segments),
+            "steps": epoch.steps,
+            "steps_over_bound": epoch.steps_over_bound,
+            "steps_not_full": epoch.steps_not_full,
+            "steps_empty": epoch.steps_empty,
+            "rank_efficiency": epoch.rank_efficiency or epoch.epoch_efficiency or 1.0,
+            "epoch_efficiency": epoch.epoch_efficiency or 1.0,
+        }
+
+
+def simulate(
+    lengths: LengthTable,
+    config: PackingConfig,
+    cost: CostModel,
+    *,
+    num_ranks: int = 64,
+    packs_per_step: int | None = None,
+) -> Simulation:
+    """An epoch of these lengths, in their order.
+
+    Args:
+        cost: of packs.
+        num_ranks: that step together.
+        packs_per_step: ranks x accumulation x packs a batch; None: a pack a rank.
+
+    Raises:
+        UserError: a number of ranks or packs that makes no sense, or a sample that must stop the run.
+    """
+    if num_ranks < 1:
+        raise UserError(f"--ranks is {num_ranks}: give at least 1")
+    if packs_per_step is None:
+        packs_per_step = num_ranks
+    if packs_per_step < num_ranks:
+        raise UserError(
+            f"--global_batch {packs_per_step} is less than --ranks {num_ranks}: each rank trains a pack a step"
+        )
+    packs = WatchedPacks(lengths, lengths.mixture(), lambda _, row: f"row {row + 1}", config, cost)
+    plan = StepPlan(packs, packs_per_step, seed=config.seed, epoch=0)
+    epoch = follow_plan(plan, config.budget(), cost, num_ranks=num_ranks, policy=config.packing_policy)
+    return Simulation(epoch, packs.waits)
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
+    """The smallest value that `share` of the counted values do not exceed."""
+    total, seen = sum(counts.values()), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= share * total:
+            return value
+    return 0
+
+
+def read_lengths(lines: TextIO, name: str) -> LengthTable:
+    """Rows of a CSV file with the columns num_tokens and num_tiles, and num_images if it has it.
+
+    Raises:
+        UserError: a column is missing, a row's number is none, or it is no text; it names the line.
+    """
+    rows = _rows(csv.reader(lines), name)
+    _, header = next(rows, (0, None))
+    if header is None:
+        raise UserError(f"{name} is empty: give a CSV file with the columns num_tokens and num_tiles")
+    header = [column.strip().lstrip("\ufeff") for column in header]
+    for column in ("num_tokens", "num_tiles"):
+        if column not in header:
+            raise UserError(f"{name} has no column {column}: it has {', '.join(header)}")
+    tokens, tiles = header.index("num_tokens"), header.index("num_tiles")
+    images = header.index("num_images") if "num_images" in header else None
+    columns = array("l"), array("l"), array("l")
+    for line, row in rows:
+        if not row:
+            continue
+        try:
+            size = int(row[tokens]), int(row[tiles])
+        except (IndexError, ValueError):
+            raise UserError(f"{name}:{line}: num_tokens and num_tiles must be whole numbers") from None
+        if min(size) < 0:
+            raise UserError(f"{name}:{line}: num_tokens and num_tiles cannot be negative")
+        if size[0] > MAX_TOKENS or size[1] > MAX_TILES:
+            raise UserError(f"{name}:{line}: a sample has {MAX_TOKENS:,} tokens and {MAX_TILES:,} tiles at most")
+        known = images is not None and len(row) > images and row[images].isdecimal()
+        num_images = int(row[images]) if images is not None and known else 0
+        for values, value in zip(columns, (*size, num_images), strict=True):
+            values.append(value)
+    return LengthTable(*(np.frombuffer(column, np.int64) for column in columns))
+
+
+def _rows(reader: Any, name: str) -> Iterator[tuple[int, list[str]]]:
+    """(line number, row) of a CSV reader."""
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{name}:{reader.line_num + 1}: this is no CSV file in UTF-8 ({error})") from None

@@ -1,0 +1,349 @@
+"""What a meta file's data is made of, and what packing would make of it.
+
+    rows -> survey (lengths), encoder (supervised tokens, images) -> figures
+    survey -> the plan of an epoch by each policy (estimate.py)   -> packs, fill, steps
+
+Rows are measured in chunks, in this process or in worker processes. Lengths lie in the survey's mapped files; what is
+kept in memory are counts by value, which do not grow with the data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import PackingConfig
+from ..packing.cost import CostModel
+from ..samples import Samples
+from ..survey.survey import Survey
+from ..survey.table import REFUSED, Lengths, Measured
+from ..survey.workers import in_order
+from .epochs import PackingEstimate, Spread, estimate_spread
+
+CHUNK_ROWS = 512
+NUM_EXAMPLES = 3
+PLANNED_SAMPLES = 100_000
+"""Samples of an epoch that are planned in full by each policy. Larger epochs are extrapolated from as many."""
+POLICIES = ("subset_sum", "greedy", "next_fit", "single")
+QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "max": 1.0}
+PADDED_BATCHES = (2, 4, 8, 16)
+SCATTER_ROWS = 4000
+
+Follow = Callable[[str, int, Iterable[Any]], Iterable[Any]]
+"""Shows the progress of a stage: (what is done, its total, (steps, result) pairs) -> the results."""
+
+
+@dataclass
+class Distribution:
+    """Counts by value: exact quantiles in memory that grows with the number of different values only."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, values: np.ndarray) -> None:
+        for value, count in zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True):
+            self.counts[value] += count
+
+    def merged(self, other: Distribution) -> Distribution:
+        return Distribution(self.counts + other.counts)
+
+    @property
+    def total(self) -> int:
+        return sum(value * count for value, count in self.counts.items())
+
+    def quantile(self, share: float) -> int:
+        """The smallest value that at least `share` of the counted values do not exceed; 0 where there is none."""
+        need, seen = share * self.counts.total(), 0
+        for value in sorted(self.counts):
+            seen += self.counts[value]
+            if seen >= need:
+                return value
+        return 0
+
+    def summary(self) -> dict[str, float]:
+        """Total, mean and QUANTILES by name."""
+        number = self.counts.total()
+        return {"total": self.total, "mean": self.total / number if number else 0.0} | {
+            name: self.quantile(share) for name, share in QUANTILES.items()
+        }
+
+
+@dataclass
+class DatasetStats:
+    """One dataset's rows, each once. `positions` are its samples an epoch, by repeat_time or weight."""
+
+    name: str
+    rows: int = 0
+    positions: int = 0
+    tokens: Distribution = field(default_factory=Distribution)
+    tiles: Distribution = field(default_factory=Distribution)
+    loss_tokens: int = 0
+    images: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def good(self) -> int:
+        return self.tokens.counts.total()
+
+    @property
+    def supervised_share(self) -> float:
+        return self.loss_tokens / self.tokens.total if self.good else 0.0
+
+    def add(self, lengths: Lengths, loss_tokens: int, images: int) -> None:
+        """Some rows: lengths, and the sums of their supervised tokens and images."""
+        good = lengths.verdicts != REFUSED
+        self.rows += len(good)
+        self.tokens.add(lengths.tokens[good])
+        self.tiles.add(lengths.tiles[good])
+        self.loss_tokens += loss_tokens
+        self.images += images
+
+
+@dataclass
+class Stats:
+    """Everything that `internvl-pack stats` shows."""
+
+    config: PackingConfig
+    packs_per_step: int
+    datasets: list[DatasetStats]
+    examples: dict[str, list[str]]
+    predictions: dict[str, PackingEstimate]
+    scatter: list[np.ndarray]  # a dataset: (rows, 2) tokens and tiles of some of its rows
+
+    @property
+    def chosen(self) -> PackingEstimate:
+        return self.predictions[self.config.packing_policy]
+
+    @property
+    def all(self) -> DatasetStats:
+        """All datasets' rows, each once."""
+        out = DatasetStats("all")
+        for d in self.datasets:
+            out.rows += d.rows
+            out.positions += d.positions
+            out.tokens, out.tiles = out.tokens.merged(d.tokens), out.tiles.merged(d.tiles)
+            out.loss_tokens += d.loss_tokens
+            out.images += d.images
+            out.reasons += d.reasons
+        return out
+
+    def epoch_tokens(self, dataset: DatasetStats) -> float:
+        """Tokens that a dataset gives an epoch, on average over epochs."""
+        return dataset.tokens.total * dataset.positions / dataset.rows if dataset.rows else 0.0
+
+    def padding(self) -> dict[str, float]:
+        """The share of computed tokens that is padding: batches padded to their longest, by size, and packed rows."""
+        room = min(self.config.budget().max_segment_tokens, self.config.max_seq_length or 1 << 62)
+        counts: dict[int, float] = defaultdict(float)
+        for d in self.datasets:  # as often as an epoch has them
+            weight = d.positions / d.rows if d.rows else 0.0
+            for value, count in d.tokens.counts.items():
+                counts[min(value, room)] += count * weight
+        out = {f"batch_{size}": padded_share(counts, size) for size in PADDED_BATCHES}
+        p = self.chosen
+        out["packed"] = 1 - p.tokens / p.aligned_tokens if p.aligned_tokens else 0.0
+        out["packed_strict"] = 1 - p.token_fill if p.packs else 0.0
+        return out
+
+    def as_json(self) -> dict[str, Any]:
+        every, budget = self.all, self.config.budget()
+        tokens, tiles = every.tokens.summary(), every.tiles.summary()
+        names = ("mean", *QUANTILES)
+        epoch = sum(map(self.epoch_tokens, self.datasets))
+        return {
+            "samples": every.rows + sum(every.reasons.values()) - (every.rows - every.good),  # with damage of no row
+            "good": every.good,
+            "bad": sum(every.reasons.values()),
+            "reasons": dict(every.reasons.most_common()),
+            "examples": self.examples,
+            "tokens": tokens,
+            "tiles": tiles,
+            "images": every.images,
+            "supervised_share": every.supervised_share,
+            "share_of_budget": {
+                "tokens": {name: tokens[name] / budget.max_tokens for name in names},
+                "tiles": {name: tiles[name] / budget.max_tiles for name in names},
+            },
+            "datasets": [
+                {
+                    "name": d.name,
+                    "rows": d.rows,
+                    "good": d.good,
+                    "reasons": dict(d.reasons.most_common()),
+                    "samples_an_epoch": d.positions,
+                    "share_of_tokens": self.epoch_tokens(d) / epoch if epoch else 0.0,
+                    "tokens": d.tokens.summary(),
+                    "tiles": d.tiles.summary(),
+                    "images": d.images,
+                    "supervised_share": d.supervised_share,
+                }
+                for d in self.datasets
+            ],
+            "budget": {
+                "max_packed_tokens": budget.max_tokens,
+                "num_images_expected": budget.max_tiles,
+                "packs_a_step": self.packs_per_step,
+                "packing_policy": self.config.packing_policy,
+            },
+            "packing": {name: self._packing_json(p) for name, p in self.predictions.items()},
+            "steps_an_epoch": self.chosen.steps,
+            "rank_efficiency": self.chosen.rank_efficiency,
+            "padding": self.padding(),
+        }
+
+    def _packing_json(self, p: PackingEstimate) -> dict[str, Any]:
+        return {
+            "packs": round(p.packs),
+            "lower_bound": round(p.bound),
+            "packs_over_bound": p.packs_over_bound,
+            "token_fill": p.token_fill,
+            "tile_fill": p.tile_fill,
+            "segments_a_pack": p.segments / p.packs if p.packs else 0.0,
+            "samples": round(p.samples),
+            "split": round(p.split),
+            "refused": dict(p.refused.most_common()),
+            "steps": p.steps,
+            "steps_over_bound": p.steps_over_bound,
+            "exact": p.exact,
+            "planned_samples": p.num_planned,
+        }
+
+
+def padded_share(counts: Mapping[int, float], batch_size: int) -> float:
+    """Expected share of padding in batches of `batch_size` samples drawn at random and padded to their longest.
+
+    With F the distribution of lengths, the longest of b samples has the mean sum over l of l (F(l)^b - F(l-)^b).
+    """
+    total = sum(counts.values())
+    if not total:
+        return 0.0
+    below = longest = mean = 0.0
+    for length in sorted(counts):
+        share = counts[length] / total
+        longest += length * ((below + share) ** batch_size - below**batch_size)
+        mean += length * share
+        below += share
+    return max(0.0, 1 - mean / longest) if longest else 0.0
+
+
+# -- measuring -----------------------------------------------------------------------------------------
+
+
+class Measurer:
+    """Measures rows into the survey. Picklable, for workers."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+
+    def measure(self, which: int, start: int, stop: int) -> tuple[int, int, list[tuple[str, str]]]:
+        """Rows [start, stop): (supervised tokens, images, (reason, detail) of the bad ones)."""
+        loss_tokens = images = 0
+        found: list[Measured] = []
+        for row in range(start, stop):
+            measured, encoded = self.survey.measured(which, row)
+            found.append(measured)
+            if encoded is not None:
+                loss_tokens += encoded.record.num_loss_tokens
+                images += len(encoded.images)
+        self.survey.tables[which].put(range(start, stop), found)
+        errors = [one.note.error for one in found if one.note is not None and one.note.error is not None]
+        return loss_tokens, images, [(reason, f"{at}: {detail}" if at else detail) for reason, detail, at in errors]
+
+
+# -- all of it -----------------------------------------------------------------------------------------
+
+
+def _results(_what: str, _total: int, steps: Iterable[Any]) -> Iterator[Any]:
+    for _, result in steps:
+        yield result
+
+
+def gather(
+    samples: Samples,
+    config: PackingConfig,
+    *,
+    root: Path | None = None,
+    packs_per_step: int = 1,
+    num_ranks: int = 1,
+    num_workers: int = 0,
+    planned_samples: int = PLANNED_SAMPLES,
+    follow: Follow = _results,
+) -> Stats:
+    """Measure all rows, then pack an epoch by each policy.
+
+    Args:
+        samples, config: as `PackedDataset` takes them.
+        root: folder of the surveys; None keeps what is measured for this call only.
+        packs_per_step: ranks x packs a batch x accumulation; num_ranks among them.
+        num_workers: processes; 0 works in this one.
+        planned_samples: see PLANNED_SAMPLES.
+
+    Raises:
+        UserError: the data cannot be gone on with, or a worker was killed.
+    """
+    mixture = samples.mixture(config, 0)
+    samples.check_some(len(mixture))
+    survey = Survey(samples, config.room, root)
+    datasets = [
+        DatasetStats(spec.name, positions=count) for spec, count in zip(samples.specs, mixture.counts, strict=True)
+    ]
+    examples: dict[str, list[str]] = {}
+
+    def count_bad(dataset: DatasetStats, reason: str, detail: str) -> None:
+        dataset.reasons[reason] += 1
+        if len(kept := examples.setdefault(reason, [])) < NUM_EXAMPLES:
+            kept.append(detail)
+
+    for dataset, source in zip(datasets, samples.sources, strict=True):
+        for error in source.damage:
+            count_bad(dataset, error.reason, error.told)
+    chunks = (
+        (which, start, min(start + CHUNK_ROWS, len(source)))
+        for which, source in enumerate(samples.sources)
+        for start in range(0, len(source), CHUNK_ROWS)
+    )
+    measured = in_order(Measurer(survey).measure, chunks, num_workers)
+    steps = ((task[2] - task[1], (task, result)) for task, result in measured)
+    for (which, start, stop), (loss_tokens, images, bad) in follow("measuring", samples.num_rows, steps):
+        datasets[which].add(survey.tables[which].lengths(np.arange(start, stop)), loss_tokens, images)
+        for reason, detail in bad:
+            count_bad(datasets[which], reason, detail)
+
+    predictions: dict[str, PackingEstimate] = {}
+    spread, cost = Spread(mixture, planned_samples), CostModel.from_name(config.cost_model)
+    policies = tuple(dict.fromkeys((config.packing_policy, *POLICIES)))
+
+    def packed() -> Iterator[tuple[int, tuple[str, PackingEstimate]]]:
+        for policy in policies:
+            single = policy == "single"
+            by_policy = replace(config, packing=not single, packing_policy=config.packing_policy if single else policy)
+            found = estimate_spread(
+                survey, spread, by_policy, cost, packs_per_step=packs_per_step, num_ranks=num_ranks, stops=False
+            )
+            yield len(spread), (policy, found)
+
+    for policy, prediction in follow("packing", len(policies) * len(spread), packed()):
+        predictions[policy] = prediction
+    return Stats(
+        config=config,
+        packs_per_step=packs_per_step,
+        datasets=datasets,
+        examples=dict(sorted(examples.items())),
+        predictions=predictions,
+        scatter=_scatter(survey),
+    )
+
+
+def _scatter(survey: Survey) -> list[np.ndarray]:
+    """Tokens and tiles of up to SCATTER_ROWS good rows, evenly spaced, in proportion to the datasets."""
+    step = max(1, survey.samples.num_rows // SCATTER_ROWS)
+    out = []
+    for table in survey.tables:
+        picked = table.lengths(np.arange(0, table.key.num_rows, step))
+        good = picked.verdicts != REFUSED
+        out.append(np.stack([picked.tokens[good], picked.tiles[good]], axis=1))
+    return out

@@ -1,0 +1,1 @@
+"""Which sample stands where in an epoch: a pure function of (seed, epoch, position)."""

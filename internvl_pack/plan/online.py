@@ -1,0 +1,207 @@
+"""`OnlinePacks`: the packer over the order of one epoch.
+
+    position -> Part of the survey -> fragments, or a refusal -> Packer -> packs
+
+Nothing is read here but the survey, and no pixel anywhere: planning costs some 25 us a sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ..config import PackingConfig
+from ..errors import SampleError, UserError
+from ..ledger import Ledger
+from ..order.mixture import Mixture
+from ..packing.cost import CostModel
+from ..packing.packer import Packer
+from ..records import Fragment, Record, whole
+from ..survey.survey import PART, Part
+from .packed_state import fragment_table, fragments_of
+from .sequence import PlannedPack, Refused
+
+ALL_BAD_ROWS = 32
+"""Rows of one dataset, all bad: nothing in it can be used."""
+
+
+class Lengths(Protocol):
+    """What a plan reads of the survey."""
+
+    def part(self, mixture: Mixture, number: int) -> Part: ...
+
+
+SampleId = Callable[[int, int], str]
+"""(dataset, row) -> sample id."""
+
+
+class SampleReader:
+    """The samples of one epoch in its order, as fragments or refusals.
+
+    Args:
+        survey: lengths along the order.
+        mixture: the order.
+        sample_id: the id of a dataset's row, for messages.
+        config: how samples are cut, and what a bad one does to the run.
+        stops: False counts bad samples and goes on, whatever the config says: for a look at what there is.
+    """
+
+    def __init__(
+        self, survey: Lengths, mixture: Mixture, sample_id: SampleId, config: PackingConfig, *, stops: bool = True
+    ) -> None:
+        self._stops = stops
+        self._survey, self._mixture, self._sample_id, self._config = survey, mixture, sample_id, config
+        self._budget = config.budget()
+        self.cursor = 0  # positions read
+        self.ledger = Ledger()
+        self._refused: list[Refused] = []
+        self._good: Counter[int] = Counter()  # rows of each dataset that can be used
+        self._bad: Counter[int] = Counter()
+
+    def samples(self) -> Iterator[list[Fragment]]:
+        """The fragments of each sample that can be used, from the cursor on.
+
+        Raises:
+            UserError: a sample that must stop the run.
+        """
+        room = self._config.room
+        while self.cursor < len(self._mixture):
+            number, offset = divmod(self.cursor, PART)
+            part = self._survey.part(self._mixture, number)
+            tokens, tiles, datasets = part.tokens.tolist(), part.tiles.tolist(), part.datasets.tolist()
+            for place in range(offset, len(tokens)):
+                position = self.cursor
+                self.cursor += 1
+                if tokens[place] and tokens[place] <= room.max_tokens and tiles[place] <= room.max_tiles:
+                    fragments = [whole(position, tokens[place], tiles[place])]
+                else:
+                    found = self._cut(part, place, position)
+                    if found is None:
+                        continue
+                    fragments = found
+                self._good[datasets[place]] += 1
+                self.ledger.read(tokens[place], fragments)
+                yield fragments
+
+    def _cut(self, part: Part, place: int, position: int) -> list[Fragment] | None:
+        """The fragments of a sample that does not fit into a pack; None where it is refused."""
+        note = part.notes.get(place)
+        try:
+            if note is None:
+                raise SampleError("sample_empty", "the sample has no tokens")
+            if note.error is not None:
+                raise SampleError(*note.error)
+            record = Record(
+                self._sample_id(int(part.datasets[place]), int(part.rows[place])),
+                int(part.tokens[place]),
+                int(part.tiles[place]),
+                spans=note.spans,
+                num_system_tokens=note.num_system_tokens,
+            )
+            return self._config.cut(record, position, self._budget)
+        except SampleError as error:
+            self._refuse(position, int(part.datasets[place]), int(part.rows[place]), error)
+            return None
+
+    def _refuse(self, position: int, dataset: int, row: int, error: SampleError) -> None:
+        self.ledger.refuse(error.reason)
+        self._refused.append(Refused(position, error.reason, error.detail, error.source))
+        self._bad[dataset] += 1
+        if not self._stops:
+            return
+        if self._config.on_error == "stop" or error.reason == "oversized_error":
+            raise UserError(f"{self._sample_id(dataset, row)}: {error}")
+        if self._bad[dataset] >= ALL_BAD_ROWS and not self._good[dataset]:
+            raise UserError(
+                f"dataset {self._mixture.parts[dataset].name!r}: none of its first {self._bad[dataset]} samples can "
+                f"be used; {self._sample_id(dataset, row)}: {error}"
+            )
+
+    def take_refused(self) -> list[Refused]:
+        """Samples refused since this was last asked."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"good": self._good, "bad": self._bad}
+        return {"cursor": self.cursor} | {
+            name: {str(dataset): count for dataset, count in counter.items()} for name, counter in counts.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor = state["cursor"]
+        self._good, self._bad = (Counter({int(d): n for d, n in state[name].items()}) for name in ("good", "bad"))
+
+
+class OnlinePacks:
+    """Packs of one epoch, made while it is read. A `PackSequence`.
+
+    Args:
+        survey, mixture, sample_id: see `SampleReader`.
+        config: budgets, packer and how samples are cut.
+        cost: what packs cost; every reader must use the same.
+        stops: see `SampleReader`.
+
+    Attributes:
+        more_to_read: whether samples of the order are yet to come.
+    """
+
+    def __init__(
+        self,
+        survey: Lengths,
+        mixture: Mixture,
+        sample_id: SampleId,
+        config: PackingConfig,
+        cost: CostModel,
+        *,
+        stops: bool = True,
+    ) -> None:
+        self._reader = SampleReader(survey, mixture, sample_id, config, stops=stops)
+        self._samples = self._reader.samples()
+        self.more_to_read = True
+        self.budget = config.budget()
+        self._packer: Packer[Fragment] = Packer(
+            self.budget,
+            policy=config.packing_policy if config.packing else "single",
+            buffer_size=config.max_buffer_size if config.packing else 1,
+            cost=cost,
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._reader.ledger
+
+    @property
+    def cursor(self) -> int:
+        """Positions of the order that were read."""
+        return self._reader.cursor
+
+    def next_pack(self) -> PlannedPack | None:
+        packer = self._packer
+        while self.more_to_read and not packer.full:
+            fragments = next(self._samples, None)
+            if fragments is None:
+                self.more_to_read = False
+            else:
+                for fragment in fragments:
+                    packer.add(fragment)
+        if not packer.waiting:
+            return None
+        number = packer.num_built
+        cost, fragments = packer.pop()
+        return PlannedPack(number, cost, tuple(fragments))
+
+    def take_refused(self) -> list[Refused]:
+        return self._reader.take_refused()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "reader": self._reader.state_dict(),
+            "waiting": fragment_table(self._packer.waiting),
+            "packer": self._packer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reader.load_state_dict(state["reader"])
+        self._packer.load_state_dict(state["packer"], fragments_of(state["waiting"]))

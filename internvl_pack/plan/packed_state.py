@@ -1,0 +1,61 @@
+"""Tables of whole numbers in a saved state: a text that is small because neighbours are alike."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..records import Fragment
+
+FRAGMENT_FIELDS = len(Fragment._fields)
+
+
+def fragment_table(fragments: Sequence[Fragment]) -> np.ndarray:
+    """int64 (n, FRAGMENT_FIELDS)."""
+    return np.array(fragments, np.int64).reshape(len(fragments), FRAGMENT_FIELDS)
+
+
+def fragments_of(table: np.ndarray) -> list[Fragment]:
+    """The fragments of `fragment_table`."""
+    return [Fragment(*row) for row in table.tolist()]
+
+
+def split_like(items: Iterable[Any], sizes: Iterable[int]) -> list[tuple[Any, ...]]:
+    """The items in runs of these sizes."""
+    source = iter(items)
+    return [tuple(next(source) for _ in range(size)) for size in sizes]
+
+
+def to_json(value: Any) -> Any:
+    """A state with its tables, int64 (n, columns), as texts: what goes into a file."""
+    if isinstance(value, np.ndarray):
+        columns = np.diff(value.T, axis=1, prepend=0).astype("<i8")
+        planes = np.ascontiguousarray(columns).view(np.uint8).reshape(-1, 8).T  # bytes of equal weight together
+        text = base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode()
+        return {"table": text, "columns": value.shape[1]}
+    if isinstance(value, dict):
+        return {key: to_json(each) for key, each in value.items()}
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """The state that `to_json` was given.
+
+    Raises:
+        UserError: a table is damaged.
+    """
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {"table", "columns"}:
+        return {key: from_json(each) for key, each in value.items()}
+    try:
+        planes = np.frombuffer(zlib.decompress(base64.b64decode(value["table"], validate=True)), np.uint8)
+        columns = np.ascontiguousarray(planes.reshape(8, -1).T).reshape(-1).view("<i8").reshape(value["columns"], -1)
+    except (ValueError, TypeError, zlib.error):
+        raise UserError("resume: a table of the saved state is damaged: go on from an earlier checkpoint") from None
+    return np.ascontiguousarray(np.cumsum(columns, axis=1, dtype=np.int64).T)

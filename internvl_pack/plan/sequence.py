@@ -1,0 +1,59 @@
+"""What every plan is: a sequence of packs that goes on from a saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from ..ledger import Ledger
+from ..records import Fragment
+
+
+class PlannedPack(NamedTuple):
+    """The fragments that share a row.
+
+    Attributes:
+        number: its place in the epoch's sequence, from 0.
+        cost: what it costs to train, in the packer's units; equal costs take equal time.
+        fragments: in the order of their segments.
+    """
+
+    number: int
+    cost: int
+    fragments: tuple[Fragment, ...]
+
+
+class Refused(NamedTuple):
+    """A sample that enters no pack: its place in the epoch's order, and why."""
+
+    position: int
+    reason: str
+    detail: str
+    source: str | None
+
+
+class PackSequence(Protocol):
+    """The packs of one epoch, in order."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of what was read so far; whoever takes packs counts them in."""
+        ...
+
+    def next_pack(self) -> PlannedPack | None:
+        """The next pack; None at the end of the epoch.
+
+        Raises:
+            UserError: a sample that must stop the run.
+        """
+        ...
+
+    def take_refused(self) -> list[Refused]:
+        """Samples refused since this was last asked."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the sequence goes on from, its ledger aside: JSON values and tables (packed_state.py)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

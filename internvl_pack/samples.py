@@ -1,0 +1,134 @@
+"""`Samples`: the data of a run as one object, handed to whoever reads rows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .encode.sample import EncodeConfig, Encoded, Encoder
+from .errors import SampleError, UserError
+from .order.mixture import Mixture, MixturePart
+from .sources import DatasetSpec, Source, load_meta, open_source
+
+if TYPE_CHECKING:
+    from .config import PackingConfig
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Datasets that are open, and how their rows become tokens and tiles. Picklable.
+
+    Attributes:
+        sources: where rows come from, one `Source` a dataset; none where a preset holds the data.
+        specs: the matching entries of the meta file (repeat_time, weight, max_dynamic_patch ...).
+        encoder: tokenizer, chat format and tile rules.
+    """
+
+    sources: tuple[Source, ...]
+    specs: tuple[DatasetSpec, ...]
+    encoder: Encoder
+
+    def __post_init__(self) -> None:
+        assert len(self.sources) == len(self.specs), "a spec a source"
+
+    @classmethod
+    def of(cls, sources: Sequence[Source], encoder: Encoder, specs: Sequence[DatasetSpec] | None = None) -> Samples:
+        """Of sources that are open; without specs each dataset is read once an epoch."""
+        return cls(tuple(sources), tuple(specs or [DatasetSpec(name=source.name) for source in sources]), encoder)
+
+    @classmethod
+    def from_meta(cls, meta_path: str | Path, tokenizer: Any, encode: EncodeConfig | None = None) -> Samples:
+        """Of an InternVL meta file.
+
+        Raises:
+            UserError: the meta file, its data or the tokenizer cannot be used.
+        """
+        return cls.from_specs(load_meta(meta_path), Encoder(tokenizer, encode))
+
+    @classmethod
+    def from_specs(cls, specs: Sequence[DatasetSpec], encoder: Encoder) -> Samples:
+        """Of the entries of a meta file."""
+        return cls(tuple(open_source(spec) for spec in specs), tuple(specs), encoder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The datasets' names."""
+        return tuple(spec.name for spec in self.specs)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of all datasets, bad ones included."""
+        return sum(map(len, self.sources))
+
+    def check_some(self, num_positions: int) -> None:
+        """Raises UserError, saying why, where an epoch has no positions."""
+        if num_positions:
+            return
+        why = "all datasets have weight or repeat_time 0"
+        if not self.num_rows:
+            why = next((str(error) for error in self.damage), "all of its files are empty")
+        raise UserError(f"the data holds no samples: {why}")
+
+    @property
+    def damage(self) -> list[SampleError]:
+        """What is broken in the files and belongs to no row."""
+        return [error for source in self.sources for error in source.damage]
+
+    def encode(self, dataset: int, row: int) -> Encoded:
+        """Read and encode a row. Raises SampleError, whatever goes wrong with it."""
+        return self.encoder.load(self.sources[dataset], row, self.specs[dataset])
+
+    def sample_id(self, dataset: int, row: int) -> str:
+        return self.sources[dataset].sample_id(row)
+
+    def origin(self, dataset: int, row: int) -> str:
+        """Where a row stands, for messages."""
+        return self.sources[dataset].origin(row)
+
+    def without_folder(self, text: str) -> str:
+        """A text whose paths below the meta file's folder are relative to it: what is written of data that may move."""
+        for folder in {os.path.dirname(spec.meta_file) for spec in self.specs} - {""}:
+            text = re.sub(rf"(?<![\w./-]){re.escape(folder + os.sep)}", "", text)
+        return text
+
+    def mixture(self, config: PackingConfig, epoch: int) -> Mixture:
+        """The order of an epoch: which row of which dataset stands at each position."""
+        parts = [
+            MixturePart(
+                name=spec.name,
+                num_rows=len(source),
+                repeat_time=spec.repeat_time,
+                weight=spec.weight,
+                block_starts=tuple(map(int, source.block_starts)) if config.shuffle_buffer_size else None,
+            )
+            for spec, source in zip(self.specs, self.sources, strict=True)
+        ]
+        return Mixture(
+            parts,
+            seed=config.seed,
+            epoch=epoch,
+            shuffle=config.shuffle,
+            replacement=config.replacement,
+            use_data_resampling=config.use_data_resampling,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+        )
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """What the order of samples depends on of each dataset, as JSON values. Its folder is not: data may move."""
+        return [
+            {
+                "name": spec.name,
+                "rows": len(source),
+                "repeat_time": spec.repeat_time,
+                "weight": spec.weight,
+                "max_dynamic_patch": spec.max_dynamic_patch,
+                "data_augment": spec.data_augment,
+                "content": source.content,
+            }
+            for spec, source in zip(self.specs, self.sources, strict=True)
+        ]

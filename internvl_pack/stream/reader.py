@@ -1,0 +1,294 @@
+"""A reader: encodes and decodes the packs that are its own.
+
+Step -> deal -> this rank's micro-batches -> PackRow (tokens, uint8 tiles) + Progress
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..batch.loss_weights import IGNORE_INDEX
+from ..batch.row import PackRow, Segment
+from ..config import PackingConfig
+from ..encode.images import tiles_over
+from ..encode.sample import Encoded
+from ..errors import SampleError, UserError, costs_one_sample
+from ..order.mixture import Mixture
+from ..plan.groups import Step, StepPlan, deal
+from ..plan.online import ALL_BAD_ROWS
+from ..plan.sequence import PlannedPack, Refused
+from ..records import Fragment
+from ..samples import Samples
+from .buffers import TileBuffers
+
+_KEPT_SPLIT_SAMPLES = 4  # encoded samples of several fragments that a reader keeps for the fragments to come
+
+_buffers = TileBuffers()
+
+
+@dataclass
+class Progress:
+    """What one micro-batch means for the run.
+
+    Attributes:
+        step, micro_batch: its place in the epoch.
+        ends_step: whether it is this rank's last one of the step.
+        events: samples that left, with reasons: those refused by the survey (told by one rank), and lost ones.
+        lost: fragments that could not be used, with reasons.
+        state: of the plan after the step; with its last micro-batch only.
+        fatal: a message that must stop the run.
+    """
+
+    step: int = 0
+    micro_batch: int = 0
+    ends_step: bool = False
+    events: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[tuple[Fragment, str]] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+    fatal: str | None = None
+
+
+@dataclass
+class MicroBatch:
+    """The rows of one micro-batch, none of them filled where the rank has no pack, and its progress."""
+
+    rows: list[PackRow]
+    progress: Progress
+
+
+class SegmentSource(Protocol):
+    """Where the data of planned fragments comes from."""
+
+    def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
+        """The fragment's tokens, and its tiles decoded into `out`, uint8 (tiles, 3, S, S). Raises SampleError."""
+        ...
+
+    def name(self, fragment: Fragment) -> str:
+        """The id of the fragment's sample."""
+        ...
+
+    def dataset(self, fragment: Fragment) -> str:
+        """The name of its dataset."""
+        ...
+
+    def origin(self, fragment: Fragment) -> str:
+        """Where its sample stands, for messages."""
+        ...
+
+
+class SampleSegments:
+    """Fragments of samples that are read and encoded now. A `SegmentSource` of one epoch.
+
+    Args:
+        samples, config: the data, and how its samples are cut.
+        mixture: the order that positions are of.
+        epoch: of `data_augment` and of a video's frames; a preset repeats an order in later epochs.
+    """
+
+    def __init__(self, samples: Samples, config: PackingConfig, mixture: Mixture, epoch: int) -> None:
+        self._samples, self._config, self._mixture, self._epoch = samples, config, mixture, epoch
+        self._budget = config.budget()
+        self._split: OrderedDict[int, tuple[Encoded, frozenset[Fragment]]] = OrderedDict()  # by position
+
+    def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
+        encoded = self.encoded(fragment)
+        tiles = self._samples.encoder.decode(
+            encoded, fragment.tile_start, fragment.tile_stop, epoch=self._epoch, out=out
+        )
+        return make_segment(encoded, fragment, tiles)
+
+    def name(self, fragment: Fragment) -> str:
+        return self._samples.sample_id(*self._mixture.locate(fragment.position))
+
+    def dataset(self, fragment: Fragment) -> str:
+        return self._samples.names[self._mixture.locate(fragment.position)[0]]
+
+    def origin(self, fragment: Fragment) -> str:
+        return self._samples.origin(*self._mixture.locate(fragment.position))
+
+    def encoded(self, fragment: Fragment) -> Encoded:
+        """The fragment's sample, which must be what it was when it was surveyed. Raises SampleError."""
+        position = fragment.position
+        kept = self._split.pop(position, None)
+        if kept is None:
+            encoded = self._samples.encode(*self._mixture.locate(position))
+            record = encoded.record
+            size = (record.num_tokens, record.num_tiles)
+            if fragment.count == 1 and (fragment.token_stop, fragment.tile_stop) == size:
+                return encoded
+            kept = encoded, frozenset(self._config.cut(record, position, self._budget))
+        encoded, fragments = kept
+        if fragment.count > 1:
+            self._split[position] = kept
+            while len(self._split) > _KEPT_SPLIT_SAMPLES:
+                self._split.popitem(last=False)
+        if fragment not in fragments:
+            record = encoded.record
+            raise SampleError(
+                "changed_since_survey",
+                f"it has {record.num_tokens:,} tokens and {record.num_tiles:,} tiles now, and was surveyed as another "
+                f"sample: its fragment {fragment.index + 1} of {fragment.count} ended at token {fragment.token_stop:,} "
+                f"and tile {fragment.tile_stop:,}",
+            )
+        return encoded
+
+
+class Reader:
+    """The micro-batches of one reader process in one epoch.
+
+    Args:
+        plan: the epoch's steps, which every reader makes for itself.
+        segments: the data of fragments.
+        epoch: for the events.
+        image_size: side of a tile in pixels.
+        stops: whether a sample that cannot be used ends the run (`on_error`).
+        rank, num_ranks: data-parallel place.
+        worker, num_workers: of a rank's readers; a loader takes its workers in turn.
+        packs_per_batch: packs of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        segments: SegmentSource,
+        *,
+        epoch: int,
+        image_size: int,
+        stops: bool = False,
+        rank: int = 0,
+        num_ranks: int = 1,
+        worker: int = 0,
+        num_workers: int = 1,
+        packs_per_batch: int = 1,
+    ) -> None:
+        self._plan, self._segments, self._epoch, self._image_size = plan, segments, epoch, image_size
+        self._stops = stops
+        self._decoded: set[str] = set()  # datasets of which a fragment could be used
+        self._lost: Counter[str] = Counter()  # fragments lost of those that are not among them
+        self._rank, self._num_ranks = rank, num_ranks
+        self._worker, self._num_workers = worker, num_workers
+        self._packs_per_batch = packs_per_batch
+        self._dealt = 0  # micro-batches of this rank
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        try:
+            for step in self._plan:
+                yield from self._of_step(step)
+            if not self._plan.num_steps:
+                yield MicroBatch([], self._nothing())
+        except UserError as error:
+            # Every reader comes to it at the same place; the one whose turn is next is heard.
+            yield MicroBatch([], Progress(step=self._plan.num_steps, fatal=str(error)))
+
+    def _nothing(self) -> Progress:
+        """Of an epoch without a pack: all of its samples were refused."""
+        events = [self._refusal(refused) for refused in self._plan.take_refused()]
+        reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(e["reason"] for e in events).most_common())
+        example = "; {id}: {source}: {detail}".format_map(events[0]) if events else ""
+        return Progress(
+            ends_step=True,
+            events=[] if self._rank else events,
+            state=self._plan.state_dict(),
+            fatal=f"no sample of epoch {self._epoch} can be trained on ({reasons}){example}",
+        )
+
+    def _of_step(self, step: Step) -> Iterator[MicroBatch]:
+        shares = deal(step, self._num_ranks, self._packs_per_batch)[self._rank]
+        for micro_batch, packs in enumerate(shares):
+            mine = self._dealt % self._num_workers == self._worker
+            self._dealt += 1
+            if mine:
+                yield self._micro_batch(step, micro_batch, packs, ends_step=micro_batch == len(shares) - 1)
+
+    def _micro_batch(
+        self, step: Step, micro_batch: int, packs: Sequence[PlannedPack], *, ends_step: bool
+    ) -> MicroBatch:
+        progress = Progress(step.number, micro_batch, ends_step)
+        if not micro_batch and not self._rank:
+            progress.events += [self._refusal(refused) for refused in step.refused]
+        rows = [self._row(pack, progress) for pack in packs]
+        if ends_step:
+            progress.state = self._plan.state_dict()
+        return MicroBatch(rows, progress)
+
+    def _row(self, pack: PlannedPack, progress: Progress) -> PackRow:
+        """The pack's fragments, decoded into one array; what cannot be used leaves, the rest goes on."""
+        size = self._image_size
+        tiles = tiles_over(_buffers.take((sum(f.num_tiles for f in pack.fragments), size, size, 3)))
+        segments, used = [], 0
+        for fragment in pack.fragments:
+            out = tiles[used : used + fragment.num_tiles]
+            try:
+                with costs_one_sample(source=partial(self._segments.origin, fragment)):
+                    segments.append(self._segments.segment(pack, fragment, out))
+            except SampleError as error:
+                self._lose(fragment, error, progress)
+            else:
+                used += fragment.num_tiles
+                self._decoded.add(self._segments.dataset(fragment))
+        return PackRow(segments, tiles[:used])
+
+    def _lose(self, fragment: Fragment, error: SampleError, progress: Progress) -> None:
+        name = self._segments.dataset(fragment)
+        progress.lost.append((fragment, error.reason))
+        progress.events.append(self._loss(fragment, error))
+        self._lost[name] += name not in self._decoded
+        if self._stops:
+            progress.fatal = f"{self._segments.name(fragment)}: {error}"
+        elif self._lost[name] >= ALL_BAD_ROWS and name not in self._decoded:
+            progress.fatal = (
+                f"dataset {name!r}: none of its first {self._lost[name]} samples can be used; "
+                f"{self._segments.name(fragment)}: {error}"
+            )
+
+    def _refusal(self, refused: Refused) -> dict[str, Any]:
+        place = Fragment(refused.position, 0, 1, 0, 0, 0, 0)
+        source = refused.source or self._segments.origin(place)
+        return self._event(self._segments.name(place), source, refused.reason, refused.detail)
+
+    def _loss(self, fragment: Fragment, error: SampleError) -> dict[str, Any]:
+        detail = error.detail
+        if fragment.count > 1:
+            detail += f" (part {fragment.index + 1} of {fragment.count} of this sample; the others are trained)"
+        return self._event(self._segments.name(fragment), error.source, error.reason, detail)
+
+    def _event(self, sample_id: str, source: str | None, reason: str, detail: str) -> dict[str, Any]:
+        about = {"id": sample_id, "source": source, "reason": reason, "detail": detail}
+        return about | {"epoch": self._epoch, "step": self._plan.num_steps - 1}
+
+
+def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:
+    """The tokens, labels and tiles of one fragment; repeated tokens are not trained again."""
+    start, stop = fragment.token_start, fragment.token_stop
+    begin = start - fragment.num_context_tokens
+    ids, labels = encoded.input_ids[begin:stop], encoded.labels[begin:stop]
+    if fragment.num_context_tokens:
+        labels = labels.copy()
+        labels[: fragment.num_context_tokens] = IGNORE_INDEX
+    if fragment.num_prefix_tokens:
+        prefix = encoded.input_ids[: fragment.num_prefix_tokens]
+        ids = np.concatenate([prefix, ids])
+        labels = np.concatenate([np.full(len(prefix), IGNORE_INDEX, dtype=labels.dtype), labels])
+    num_loss_tokens = encoded.record.num_loss_tokens
+    if fragment.count == 1 and stop < encoded.record.num_tokens:  # truncated: what is left is the whole sample
+        num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
+    per_image, first = [], 0
+    for image in encoded.images:
+        if fragment.tile_start <= first < fragment.tile_stop:
+            per_image.append(image.grid.num_tiles)
+        first += image.grid.num_tiles
+    return Segment(
+        encoded.record.sample_id,
+        (fragment.index, fragment.count),
+        ids,
+        labels,
+        tiles,
+        tuple(per_image),
+        num_loss_tokens,
+    )

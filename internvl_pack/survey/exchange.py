@@ -1,0 +1,82 @@
+"""One survey for all readers of a run: the first reader that publishes a part decides what is in it.
+
+Readers on several machines may read a file that fails once on one of them. Plans are functions of the survey, so it
+has to be the same everywhere. `StoreExchange` keeps the parts in the TCP store by which the run's processes found each
+other (or one of this process's own); reader processes connect to it by themselves, so nobody has to come together.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange(Protocol):
+    """Parts of the survey by name, agreed on by all readers. Picklable."""
+
+    def get(self, name: str) -> bytes | None:
+        """The part, or None while nobody has published it."""
+        ...
+
+    def publish(self, name: str, part: bytes) -> bytes:
+        """Offer a part. Returns the one that counts: this, or what another reader published before."""
+        ...
+
+
+class StoreExchange:
+    """Parts in a TCP store.
+
+    Args:
+        host, port: of the store.
+        prefix: what tells these parts from other data's.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str) -> None:
+        self.host, self.port, self.prefix = host, port, prefix
+        self._client: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"host": self.host, "port": self.port, "prefix": self.prefix, "_client": None}
+
+    def _store(self) -> Any:
+        """This process's own connection."""
+        if self._client is None or self._client[0] != os.getpid():
+            store = dist.TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+            self._client = (os.getpid(), store)
+        return self._client[1]
+
+    def get(self, name: str) -> bytes | None:
+        store, key = self._store(), self.prefix + name
+        return base64.b64decode(store.get(key)) if store.check([key]) else None
+
+    def publish(self, name: str, part: bytes) -> bytes:
+        # Sets the key if there is none; gives back what it holds then.
+        agreed = self._store().compare_set(self.prefix + name, "", base64.b64encode(part).decode())
+        return base64.b64decode(agreed)
+
+
+class LocalStore:
+    """A TCP store of this process for its own readers; lives as long as this object."""
+
+    def __init__(self) -> None:
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.host, self.port = "127.0.0.1", self._server.port
+
+
+def store_of_the_run() -> tuple[str, int] | None:
+    """(host, port) of the store that the run's processes met at; None for a process that is alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        return None  # another way of meeting than by torchrun's environment
+    return host, int(port)

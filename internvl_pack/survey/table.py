@@ -1,0 +1,317 @@
+"""`SurveyTable`: the lengths of one dataset's rows, kept on disk for every run that reads them.
+
+    <root>/<dataset>-<key>/
+        about.json      what the lengths depend on: the data's content, the encoding options
+        lengths.npy     uint64 (rows,), mapped into memory and written in place by any process, row by row
+        notes.sqlite    rows of which eight bytes do not say all: where they may be cut, or why they cannot be used
+
+An entry holds all there is to say of an ordinary row:
+
+    bits 0-23 tokens   24-39 tiles   40-47 verdict   48-63 check
+
+The check is a hash of the entry, its row and the table's key. So an entry is whole and this row's own, or it counts as
+missing and is measured again: nobody waits for a lock, a writer may be killed at any moment, two may write the same
+row, and a damaged or foreign file costs time but is never believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import SampleError, UserError
+from ..order.permutation import mix64
+from ..records import Record, Span
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+MISSING, PLAIN, CUTTABLE, REFUSED = range(4)
+MAX_TOKENS = (1 << 24) - 1
+MAX_TILES = (1 << 16) - 1
+_VALUE_BITS = 48
+_VALUE_MASK = (1 << _VALUE_BITS) - 1
+_MASK = (1 << 64) - 1
+
+
+class Note(NamedTuple):
+    """What is noted of a row: `spans` and `num_system_tokens` of one that may be cut, or `error` of a refused one."""
+
+    spans: tuple[Span, ...] = ()
+    num_system_tokens: int = 0
+    error: tuple[str, str, str | None] | None = None  # reason, detail, source
+
+    def to_json(self) -> str:
+        spans = [[s.num_tokens, s.num_tiles, int(s.ends_turn)] for s in self.spans]
+        return json.dumps([spans, self.num_system_tokens, self.error], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Note:
+        """Raises ValueError or TypeError where `text` is no note."""
+        spans, num_system_tokens, error = json.loads(text)
+        if error is not None:
+            reason, detail, source = error
+            error = (str(reason), str(detail), None if source is None else str(source))
+        return cls(tuple(Span(int(t), int(v), bool(e)) for t, v, e in spans), int(num_system_tokens), error)
+
+
+class Measured(NamedTuple):
+    """One row: its size and verdict, and a note where there is more to say."""
+
+    num_tokens: int
+    num_tiles: int
+    verdict: int
+    note: Note | None = None
+
+    @classmethod
+    def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
+        note = Note(record.spans, record.num_system_tokens) if cuttable else None
+        return cls(record.num_tokens, record.num_tiles, CUTTABLE if cuttable else PLAIN, note)
+
+    @classmethod
+    def of_error(cls, error: SampleError) -> Measured:
+        return cls(0, 0, REFUSED, Note(error=(error.reason, error.detail, error.source)))
+
+    def fits_note(self) -> bool:
+        """Whether the note is one of this row: spans that add up, or an error where the row is refused."""
+        if self.verdict == PLAIN:
+            return self.note is None
+        if self.note is None or (self.verdict == REFUSED) != (self.note.error is not None):
+            return False
+        spans = self.note.spans
+        return self.verdict == REFUSED or (
+            self.num_tokens >= self.note.num_system_tokens >= 0
+            and all(s.num_tokens >= 0 <= s.num_tiles for s in spans)
+            and sum(s.num_tokens for s in spans) == self.num_tokens
+            and sum(s.num_tiles for s in spans) == self.num_tiles
+        )
+
+
+class Lengths(NamedTuple):
+    """Rows as arrays (n,): int64 tokens, int64 tiles, uint8 verdicts."""
+
+    tokens: np.ndarray
+    tiles: np.ndarray
+    verdicts: np.ndarray
+
+
+@dataclass(frozen=True)
+class SurveyKey:
+    """What the lengths of a dataset depend on.
+
+    Attributes:
+        name: the dataset's, for people who look into the folder.
+        num_rows: rows of the data.
+        facts: JSON values: the content of the data and the options of encoding.
+    """
+
+    name: str
+    num_rows: int
+    facts: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that stand for all of it."""
+        facts = {"version": VERSION, "rows": self.num_rows, "facts": dict(self.facts)}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def folder(self) -> str:
+        return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', self.name)[:48]}-{self.digest}"
+
+
+class SurveyTable:
+    """Reads and writes the lengths of one dataset. Picklable; a forked process opens its own files.
+
+    Args:
+        root: the folder of all tables; None keeps this one in a folder that goes with the process.
+        key: what the lengths depend on.
+
+    Raises:
+        UserError: there is no room for the table.
+    """
+
+    def __init__(self, root: Path | None, key: SurveyKey) -> None:
+        self.key = key
+        self._seed = int(key.digest, 16)
+        self.folder = self._make_folder(root)
+        self._notes: tuple[int, sqlite3.Connection] | None = None
+        self._entries = self._open_lengths()
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def _make_folder(self, root: Path | None) -> Path:
+        if root is not None:
+            folder = root / self.key.folder
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_about(folder / "about.json", self.key)
+                return folder
+            except OSError as error:
+                logger.warning(
+                    "survey %s cannot be kept (%s): lengths are measured for this run alone", folder, error.strerror
+                )
+        self._temporary = tempfile.TemporaryDirectory(prefix="internvl-pack-survey-")
+        return Path(self._temporary.name)
+
+    def _open_lengths(self) -> np.ndarray:
+        path = self.folder / "lengths.npy"
+        if not path.exists():
+            self._make_lengths(path)
+        try:
+            with open(path, "rb") as file:
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                start, size = file.tell(), os.fstat(file.fileno()).st_size
+            if (shape, dtype, size - start) != ((self.key.num_rows,), np.dtype(np.uint64), 8 * self.key.num_rows):
+                raise ValueError("it is cut, or of another shape")
+        except (OSError, ValueError) as error:
+            logger.warning("survey %s is damaged (%s) and is made anew", path, error)
+            path.unlink(missing_ok=True)
+            self._make_lengths(path)
+        return np.lib.format.open_memmap(path, mode="r+")
+
+    def _make_lengths(self, path: Path) -> None:
+        """An empty file with its space reserved: a map over a full disk would end the process. Another's stays."""
+        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            np.lib.format.open_memmap(beside, mode="w+", dtype=np.uint64, shape=(self.key.num_rows,))
+            with open(beside, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, path)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            raise UserError(
+                f"survey {path}: no room for {8 * self.key.num_rows:,} bytes ({free:,} are free): {error.strerror}; "
+                "give another folder with survey_dir"
+            ) from None
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_notes": None, "_entries": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._entries = self._open_lengths()
+
+    # -- entries -------------------------------------------------------------------------------------
+
+    def lengths(self, rows: np.ndarray) -> Lengths:
+        """Of these rows, int64 (n,); the verdict is MISSING where nothing valid is known."""
+        entries = self._entries[rows]
+        values = entries & np.uint64(_VALUE_MASK)
+        valid = (entries >> np.uint64(_VALUE_BITS)) == self._checks(values, rows)
+        verdicts = np.where(valid, (values >> np.uint64(40)).astype(np.uint8), np.uint8(MISSING))
+        verdicts[verdicts > REFUSED] = MISSING
+        tokens = (values & np.uint64(MAX_TOKENS)).astype(np.int64)
+        tiles = (values >> np.uint64(24) & np.uint64(MAX_TILES)).astype(np.int64)
+        return Lengths(tokens, tiles, verdicts)
+
+    def _checks(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """16 bits a row: splitmix64's finaliser over value, row and key, as order/permutation.py has it."""
+        x = values ^ (rows.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)) ^ np.uint64(self._seed)
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (x ^ (x >> np.uint64(31))) >> np.uint64(48)
+
+    def put(self, rows: Sequence[int], measured: Sequence[Measured]) -> None:
+        """Keep what was measured of these rows. Notes go first, so that no entry lacks its own."""
+        notes = [(row, one.note.to_json()) for row, one in zip(rows, measured, strict=True) if one.note is not None]
+        if notes:
+            with self._connection() as connection:
+                connection.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", notes)
+        for row, one in zip(rows, measured, strict=True):
+            assert 0 <= one.num_tokens <= MAX_TOKENS and 0 <= one.num_tiles <= MAX_TILES, "a row beyond its entry"
+            value = one.num_tokens | one.num_tiles << 24 | one.verdict << 40
+            check = mix64((value ^ (row * 0xD6E8FEB86659FD93 & _MASK) ^ self._seed) & _MASK) >> 48
+            self._entries[row] = value | check << _VALUE_BITS
+
+    def note(self, row: int) -> Note | None:
+        """The note of a row, or None where there is none or it is damaged."""
+        try:
+            found = self._connection().execute("SELECT note FROM notes WHERE row = ?", (row,)).fetchone()
+            return None if found is None else Note.from_json(found[0])
+        except (ValueError, TypeError):
+            return None
+
+    def forget_refusals(self) -> int:
+        """Rows that an earlier run refused count as missing again: the user may have mended them. Returns their number.
+
+        Before any process of a run reads the table.
+        """
+        with self._connection() as connection:
+            rows = [row for (row,) in connection.execute("SELECT row FROM notes WHERE note LIKE '[[],0,[%'")]
+            rows = [row for row in rows if isinstance(row, int) and 0 <= row < self.key.num_rows]
+            if rows:
+                refused = np.array(rows, np.int64)
+                refused = refused[self.lengths(refused).verdicts == REFUSED]
+                self._entries[refused] = 0
+            connection.execute("DELETE FROM notes WHERE note LIKE '[[],0,[%'")
+        return len(rows)
+
+    @property
+    def num_known(self) -> int:
+        """Rows that need not be measured again."""
+        known = 0
+        for start in range(0, self.key.num_rows, 1 << 20):
+            rows = np.arange(start, min(start + (1 << 20), self.key.num_rows))
+            known += int((self.lengths(rows).verdicts != MISSING).sum())
+        return known
+
+    # -- notes ---------------------------------------------------------------------------------------
+
+    def _connection(self) -> sqlite3.Connection:
+        """This process's own connection: SQLite's must not cross a fork."""
+        if self._notes is None or self._notes[0] != os.getpid():
+            path = self.folder / "notes.sqlite"
+            try:
+                connection = _open_notes(path)
+            except sqlite3.DatabaseError as error:
+                logger.warning("survey %s is damaged (%s) and is made anew", path, error)
+                path.unlink(missing_ok=True)
+                connection = _open_notes(path)
+            self._notes = (os.getpid(), connection)
+        return self._notes[1]
+
+
+def _open_notes(path: Path) -> sqlite3.Connection:
+    # Losing the last notes to a power cut is no harm: their rows are measured again.
+    connection = sqlite3.connect(path, timeout=60, isolation_level=None)
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("CREATE TABLE IF NOT EXISTS notes (row INTEGER PRIMARY KEY, note TEXT NOT NULL)")
+    connection.execute("SELECT count(*) FROM (SELECT 1 FROM notes LIMIT 1)").fetchone()
+    return connection
+
+
+def _write_about(path: Path, key: SurveyKey) -> None:
+    if not path.exists():
+        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        about = {"version": VERSION, "dataset": key.name, "rows": key.num_rows, **key.facts}
+        beside.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+
+def root_of(survey_dir: str | None) -> Path:
+    """The folder of all tables: `survey_dir`, or below INTERNVL_PACK_CACHE, or below the user's cache."""
+    if survey_dir:
+        return Path(survey_dir)
+    cache = os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "internvl_pack"
+    )
+    return Path(cache) / "survey"

@@ -1,0 +1,222 @@
+"""Every sample of a meta file checked as training would see it.
+
+    rows -> survey (headers), or read, encoded and decoded -> split -> good, or one `BadSample`
+
+A row goes through the very functions that a run reads it with, so that the two cannot disagree. What is measured here
+is in the survey for the run that follows. Rows are checked in chunks, in this process or in worker processes, and
+reported in the order of the data whatever the number of workers. Memory is flat: workers hand back what is bad only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import PackingConfig, check_budget
+from ..errors import SampleError, costs_one_sample
+from ..records import Record
+from ..samples import Samples
+from ..sources.shards import ShardSource
+from .survey import Survey
+from .table import Measured
+from .workers import in_order
+
+CHUNK_ROWS = 256
+"""Rows that a worker checks at a time: some 0.1 s by headers."""
+CHUNK_ROWS_DECODED = 32
+NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSample:
+    """A sample that a run would leave out, or damage that belongs to no row.
+
+    Attributes:
+        dataset: its name in the meta file.
+        id: the record's own `id` as it is written there; None where it has none or cannot be read.
+        index: row in the annotation file, from 0, blank lines not counted; None for shards.
+        key: key in its shard; None for annotation files, and for damage before the first key.
+        sample_id: the id that runs use, `<dataset>/<index>` or `<dataset>/<shard>/<key>`; None for damage.
+        source: `file:line 12` or `shard:key@byte`.
+        reason: a slug such as `image_truncated`.
+        detail: one sentence.
+    """
+
+    dataset: str
+    id: str | int | None
+    index: int | None
+    key: str | None
+    sample_id: str | None
+    source: str
+    reason: str
+    detail: str
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object: `index` of annotation files or `key` of shards, not both."""
+        values = asdict(self)
+        del values["index" if self.index is None else "key"]
+        return values
+
+
+@dataclass
+class Report:
+    """What was seen. `samples` = `good` + the sum of `reasons`; damage that belongs to no row counts as one sample."""
+
+    samples: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[BadSample]] = field(default_factory=dict)  # by reason, the first few
+
+    @property
+    def good(self) -> int:
+        return self.samples - self.reasons.total()
+
+    def count(self, num_samples: int, bad: Iterable[BadSample]) -> None:
+        self.samples += num_samples
+        for sample in bad:
+            self.reasons[sample.reason] += 1
+            examples = self.examples.setdefault(sample.reason, [])
+            if len(examples) < NUM_EXAMPLES:
+                examples.append(sample)
+
+
+class Checker:
+    """The data and the rules it is checked by. Picklable, for workers.
+
+    Args:
+        samples: the data, and how its rows become tokens and tiles.
+        config: budgets of the run, and what it does with samples that exceed them.
+        root: folder of the surveys; None keeps what is measured for this check only.
+        decode: decode the pixels, too, instead of reading the images' headers only.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        config: PackingConfig | None = None,
+        *,
+        root: Path | None = None,
+        decode: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.config = config or PackingConfig()
+        self.decode = decode
+        self._budget = self.config.budget()
+        check_budget(self.config, samples.encoder)
+        self.survey = Survey(samples, self.config.room, root)
+        self.survey.forget_refusals()
+
+    def damage(self) -> list[BadSample]:
+        """What is broken and belongs to no row, of all datasets."""
+        return [
+            BadSample(
+                dataset=spec.name,
+                id=None,
+                index=None,
+                key=getattr(error, "key", None),
+                sample_id=None,
+                source=error.source or spec.name,
+                reason=error.reason,
+                detail=error.detail,
+            )
+            for spec, source in zip(self.samples.specs, self.samples.sources, strict=True)
+            for error in source.damage
+        ]
+
+    def check(self, which: int, start: int, stop: int) -> list[BadSample]:
+        """The bad ones among rows [start, stop) of dataset `which`.
+
+        Raises:
+            UserError: the data cannot be gone on with, such as a file that changes meanwhile.
+        """
+        if self.decode:
+            errors = [(row, self._decoded(which, row)) for row in range(start, stop)]
+        else:
+            # Images beside the data are looked at again: they may have gone since they were measured.
+            measured = self.survey.rows(which, np.arange(start, stop), look_again=True)
+            errors = [(row, self._headers(which, row, one)) for row, one in enumerate(measured, start)]
+        return [self._bad(which, row, error) for row, error in errors if error is not None]
+
+    def _decoded(self, which: int, row: int) -> SampleError | None:
+        """Why a row cannot be used, its pixels looked at; None for a good one."""
+        encoder, source = self.samples.encoder, self.samples.sources[which]
+        try:
+            with costs_one_sample(source=partial(source.origin, row)):
+                encoded = encoder.encode(source.read(row), self.samples.specs[which])
+                self.config.cut(encoded.record, row, self._budget)
+                encoder.check_pixels(encoded)
+        except SampleError as error:
+            return error
+        return None
+
+    def _headers(self, which: int, row: int, measured: Measured) -> SampleError | None:
+        """Why a row cannot be used, by what was measured of it; None for a good one."""
+        note = measured.note
+        if note is None:
+            return None
+        if note.error is not None:
+            return SampleError(*note.error)
+        record = Record(
+            self.samples.sample_id(which, row),
+            measured.num_tokens,
+            measured.num_tiles,
+            spans=note.spans,
+            num_system_tokens=note.num_system_tokens,
+        )
+        try:
+            self.config.cut(record, row, self._budget)
+        except SampleError as error:
+            return error
+        return None
+
+    def _bad(self, which: int, row: int, error: SampleError) -> BadSample:
+        source, spec = self.samples.sources[which], self.samples.specs[which]
+        return BadSample(
+            dataset=spec.name,
+            id=self._own_id(which, row),
+            index=row if spec.shards is None else None,
+            key=source.key(row) if isinstance(source, ShardSource) else None,
+            sample_id=source.sample_id(row),
+            source=error.source or source.origin(row),
+            reason=error.reason,
+            detail=error.detail,
+        )
+
+    def _own_id(self, which: int, row: int) -> str | int | None:
+        """The `id` that a record gives itself; None where it has none or cannot be read."""
+        try:
+            with costs_one_sample():
+                raw = self.samples.sources[which].read(row)
+                return raw.data["id"] if raw.own_id is not None else None
+        except SampleError:
+            return None
+
+
+def validate(checker: Checker, *, num_workers: int = 0) -> Iterator[tuple[int, list[BadSample]]]:
+    """Check everything: damage first, then the rows in order.
+
+    Args:
+        num_workers: processes; 0 checks in this one.
+
+    Yields:
+        (samples checked since the last time, the bad ones among them).
+
+    Raises:
+        UserError: the data cannot be gone on with, or a worker was killed.
+    """
+    damage = checker.damage()
+    if damage:
+        yield len(damage), damage
+    rows = CHUNK_ROWS_DECODED if checker.decode else CHUNK_ROWS
+    chunks = (
+        (which, start, min(start + rows, len(source)))
+        for which, source in enumerate(checker.samples.sources)
+        for start in range(0, len(source), rows)
+    )
+    for (_, start, stop), bad in in_order(checker.check, chunks, num_workers):
+        yield stop - start, bad

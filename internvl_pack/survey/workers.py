@@ -1,0 +1,106 @@
+"""The package's one pool of worker processes, and the survey of all rows that it makes beforehand."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import UserError
+from .survey import Survey
+
+BLOCK_ROWS = 512
+"""Rows that a worker measures at a time: 0.2 s, and what a killed survey loses of each worker."""
+_TASKS_A_WORKER = 3  # handed out ahead
+_SCANNED_ROWS = 1 << 20  # looked up in a table at a time
+
+Task = TypeVar("Task", bound=tuple[Any, ...])
+_call: Callable[..., Any] | None = None  # of a worker process
+
+
+def in_order(call: Callable[..., Any], tasks: Iterable[Task], num_workers: int = 0) -> Iterator[tuple[Task, Any]]:
+    """(task, `call(*task)`) of every task, in their order; few are in hand at a time, so that memory stays flat.
+
+    Args:
+        call: picklable; each process has a copy of its own of what it is bound to.
+        num_workers: processes; 0 works in this one.
+
+    Raises:
+        UserError: a process was killed; and whatever `call` raises.
+    """
+    if num_workers == 0:
+        for task in tasks:
+            yield task, call(*task)
+        return
+    context = multiprocessing.get_context("spawn")  # takes over nothing of this process, such as threads
+    tasks = iter(tasks)
+    waiting: deque[tuple[Task, Future]] = deque()
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(call,)) as pool:
+        try:
+            while True:
+                for task in islice(tasks, _TASKS_A_WORKER * num_workers - len(waiting)):
+                    waiting.append((task, pool.submit(_run, task)))
+                if not waiting:
+                    return
+                task, future = waiting.popleft()
+                yield task, future.result()
+        except BrokenProcessPool:
+            raise UserError("a worker of --workers was killed (out of memory?): use fewer, and start again") from None
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _start(call: Callable[..., Any]) -> None:
+    global _call
+    _call = call
+
+
+def _run(task: tuple[Any, ...]) -> Any:
+    assert _call is not None, "_start has run"
+    return _call(*task)
+
+
+def measure_all(survey: Survey, num_workers: int = 0) -> Iterator[int]:
+    """Measure every row that is not known yet into the survey's tables.
+
+    Rows are kept block by block: a survey that was killed goes on with what is missing.
+
+    Args:
+        num_workers: processes; 0 measures in this one.
+
+    Yields:
+        rows done since the last time, which add up to all rows; those found done come first.
+
+    Raises:
+        UserError: the data cannot be gone on with, or a worker was killed.
+    """
+    missing = [_missing_rows(survey, dataset) for dataset in range(len(survey.tables))]
+    known = survey.samples.num_rows - sum(map(len, missing))
+    if known:
+        yield known
+    blocks = (
+        (dataset, rows[start : start + BLOCK_ROWS])
+        for dataset, rows in enumerate(missing)
+        for start in range(0, len(rows), BLOCK_ROWS)
+    )
+    for (_, rows), _ in in_order(survey.measure_rows, blocks, num_workers):
+        yield len(rows)
+
+
+def _missing_rows(survey: Survey, dataset: int) -> np.ndarray:
+    """int64 (n,), in order."""
+    num_rows = len(survey.samples.sources[dataset])
+    return np.concatenate(
+        [np.empty(0, np.int64)]
+        + [
+            survey.missing(dataset, np.arange(start, min(start + _SCANNED_ROWS, num_rows)))
+            for start in range(0, num_rows, _SCANNED_ROWS)
+        ]
+    )
