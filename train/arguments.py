@@ -147,6 +147,10 @@ class DataTrainingArguments:
     )
     allow_truncated_images: bool = option(False, "Accept image files that are cut off, the missing part grey.")
     apply_exif_orientation: bool = option(True, "Turn photographs upright as their EXIF orientation says.")
+    transparent_background: str | None = option(
+        None,
+        "Colour (white, #ff8800) that transparent pixels are composited on. Default: alpha is dropped, as in InternVL.",
+    )
     normalize_type: Literal["imagenet", "clip", "siglip"] = option(
         "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
     )
@@ -323,6 +327,7 @@ class DataTrainingArguments:
             max_image_pixels=self.max_image_pixels,
             allow_truncated_images=self.allow_truncated_images,
             apply_exif_orientation=self.apply_exif_orientation,
+            transparent_background=self.transparent_background,
         )
 
 
