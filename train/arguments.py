@@ -389,6 +389,11 @@ class PackTrainingArguments(TrainingArguments):
         "With LoRA: save the whole model, LoRA merged into its weights (and the adapters in the folder adapter); "
         "False: the adapters alone, for peft.",
     )
+    overwrite_output_dir: bool = option(
+        False,
+        "Start anew although output_dir holds checkpoints, whose places those of this run take. False: go on from the "
+        "newest complete one. --resume_from_checkpoint says otherwise.",
+    )
     resume_ignore_options: bool = option(
         False, "Resume although options that the order of packs depends on have changed: the order then differs."
     )
@@ -414,6 +419,8 @@ class PackTrainingArguments(TrainingArguments):
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
         if self.save_only_model and self.resume_from_checkpoint:
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
+        if self.resume_from_checkpoint is None and not (self.overwrite_output_dir or self.save_only_model):
+            self.resume_from_checkpoint = "auto"
         if self.sequence_parallel_size < 1:
             check_world(1, self.sequence_parallel_size)
         check_mode(self.sequence_parallel_mode)
@@ -490,8 +497,9 @@ def find_deepspeed_config(name: str) -> Path:
     if path.is_file():
         return path
     shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
-    # InternVL's scripts say zero_stage1_config.json, and zero_stage3_config_34b.json for larger models.
-    stem = re.sub(r"_config(_\d+b)?$", "", path.stem)
+    # InternVL's scripts say zero_stage1_config.json, and for larger models zero_stage3_config_34b.json,
+    # zero_stage3_config_100b_1e8.json or zero_stage3_config_100b_1e7_offload.json.
+    stem = re.sub(r"_config(_\d+b)?(_\de\d)?(?=$|_offload$)", "", path.stem)
     if stem in shipped and path.parent == Path("."):
         return shipped[stem]
     raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")

@@ -362,7 +362,10 @@ def find_checkpoint(value: str | None, output_dir: str) -> str | None:
         complete = (path.parent for path in Path(output_dir).glob(f"checkpoint-*/{PACKING_STATE}"))
         numbered = [path for path in complete if path.name.partition("-")[2].isdigit()]
         newest = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
-        return None if newest is None else str(newest)
+        if newest is None:
+            return None
+        logger.info("going on from %s; --overwrite_output_dir True starts anew", newest)
+        return str(newest)
     if not (Path(value) / PACKING_STATE).is_file():
         raise UserError(
             f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"
