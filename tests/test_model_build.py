@@ -141,7 +141,7 @@ def test_a_text_only_model_loads(tokenizer, tmp_path):
     [
         ({"drop_path_rate": 1.0}, "--drop_path_rate 1.0: give a probability"),
         ({"attn_kernel": "flash_attn"}, "--attn_kernel flash_attn needs a CUDA device"),
-        ({"force_image_size": 448}, "--force_image_size 448: the model's tiles are 56 pixels"),
+        ({"force_image_size": 60}, "--force_image_size 60: the model's tiles are 56x56 pixels in patches of 14; give"),
         ({"down_sample_ratio": 0.25}, "--down_sample_ratio 0.25: the model's is 0.5"),
         ({"freeze_llm": True, "freeze_backbone": True, "freeze_mlp": True}, "nothing is left to train"),
     ],

@@ -162,7 +162,6 @@ def tiny(tmp_path_factory, tokenizer) -> str:
 
 WITH_A_MODEL = [
     (["--conv_style", "vicuna"], "conv_style is 'vicuna'"),
-    (["--force_image_size", "448"], "--force_image_size 448"),
     (["--force_image_size", "60"], "--force_image_size 60"),
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--use_packed_ds", "True", "--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),

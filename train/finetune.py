@@ -120,7 +120,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from transformers import set_seed
 
     from internvl_pack.combinations import check_combinations
-    from internvl_pack.model.build import build_model
+    from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.model.original_files import chat_style
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
@@ -147,6 +147,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     packing = balanced_by_the_model(packing, model_args, data_args)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
+    check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, checkpoint, ranks)
