@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check import Table, versions
 from internvl_pack.errors import UserError
-from internvl_pack.model.kernels import KERNELS, select_kernel
+from internvl_pack.model.attention import KERNELS, Row, select_kernel
 
 # query heads, key-value heads, head size: InternVL3-1B, InternVL3-8B
 SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128)}
@@ -86,11 +86,11 @@ def language(kernels: list[str], device: torch.device, dtype: torch.dtype, small
             flops = sum(n * n for n in lengths) * 2.0 * heads * dim
             inputs = [torch.randn(total, h, dim, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
             cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-            row = (cu_seqlens, max(lengths), dim**-0.5, None)
+            row = Row(cu_seqlens, max(lengths), dim**-0.5)
             for kernel in kernels:
 
                 def packed(q, k, v, run=KERNELS[kernel].run, row=row):
-                    return run(q, k, v, *row)
+                    return run(q, k, v, row)
 
                 table.row(shape, name, kernel, *rates(packed, inputs, flops, device, repeats))
             if name != "4 equal":
@@ -125,9 +125,10 @@ def segments(kernels: list[str], device: torch.device, dtype: torch.dtype, small
         cells = [timed(lambda p=positions: rotary(v, p), device, repeats)]
         cells.append(timed(lambda c=cos, s=sin: apply_rotary_pos_emb(q, k, c, s), device, repeats))
         flat = [t[0].transpose(0, 1) for t in (q, k, v)]
+        row = Row(cu_seqlens, size)
         for kernel in kernels:
             run = KERNELS[kernel].run
-            cells.append(timed(lambda r=run, a=(*flat, cu_seqlens, size, None, None): r(*a), device, repeats))
+            cells.append(timed(lambda r=run, a=(*flat, row): r(*a), device, repeats))
         table.row(count, *(f"{c * 1e3:.3f}" for c in cells))
 
 

@@ -29,8 +29,8 @@ def anonymous_gb() -> float:
 def load(folder: str, dtype: str, _: str) -> None:
     import torch
 
+    from internvl_pack.checkpoints.tokenizers import load_tokenizer
     from internvl_pack.model.build import build_model
-    from internvl_pack.model.tokenizers import load_tokenizer
 
     build_model(folder, tokenizer=load_tokenizer(folder), device="cpu", dtype=getattr(torch, dtype))
 

@@ -30,13 +30,12 @@ import numpy as np
 
 from internvl_pack.collate import PackRow, Segment, packed_collate_fn
 from internvl_pack.errors import UserError
-from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.images import normalize_tiles
-from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation
-from internvl_pack.model.tile_attention import use_tile_attention
+from internvl_pack.model.vision import use_tile_attention
 from internvl_pack.tiny import tiny_internvl, tiny_tokenizer
 
 FACTOR = 2.0  # times the error of bfloat16 SDPA, a sample at a time
@@ -79,9 +78,9 @@ def worst_segment(got: torch.Tensor, expected: torch.Tensor, lengths: list[int])
 # --- kernels by themselves ------------------------------------------------------------------------
 
 
-def run_kernel(run: Callable, inputs: list[torch.Tensor], upstream: torch.Tensor, *rest) -> list[torch.Tensor]:
+def run_kernel(run: Callable, inputs: list[torch.Tensor], upstream: torch.Tensor, row: Row) -> list[torch.Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
-    out = run(*leaves, *rest)
+    out = run(*leaves, row)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
 
@@ -98,14 +97,14 @@ def check_kernels(kernels: list[str], device: torch.device, small: bool) -> int:
                 for h in (heads, kv_heads, kv_heads)
             ]
             upstream = torch.randn(sum(lengths), heads, dim, device=device, dtype=torch.bfloat16)
-            row = (cu_seqlens, max(lengths), dim**-0.5, window)
+            row = Row(cu_seqlens, max(lengths), dim**-0.5, window)
             with sdpa_kernel(SDPBackend.MATH):
-                expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, *row)
-            by_sample = run_kernel(KERNELS["sdpa"].run, inputs, upstream, *row)
+                expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, row)
+            by_sample = run_kernel(KERNELS["sdpa"].run, inputs, upstream, row)
             base = [relative(g, e) for g, e in zip(by_sample, expected, strict=True)]
             table.row(shape, window or "-", "bf16 sdpa", *(f"{b:.2e}" for b in base))
             for name in kernels:
-                got = run_kernel(KERNELS[name].run, inputs, upstream, *row)
+                got = run_kernel(KERNELS[name].run, inputs, upstream, row)
                 errors = [relative(g, e) for g, e in zip(got, expected, strict=True)]
                 segment = max(worst_segment(g, e, lengths) for g, e in zip(got, expected, strict=True))
                 ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True)) and segment <= SEGMENT_ERROR

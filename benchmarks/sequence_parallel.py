@@ -56,15 +56,14 @@ from benchmarks.train_step import (
     to_device,
 )
 from internvl_pack.errors import UserError
-from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
+from internvl_pack.model.attention.blocks import joined
+from internvl_pack.model.attention.ring import seen_parts
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
-from internvl_pack.model.kernels import KERNELS, select_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.parallel import MODES, SequenceGroup, enable_sequence_parallel, make_groups
-from internvl_pack.parallel.blocks import BLOCKS
 from internvl_pack.parallel.checks import RING_KERNELS
-from internvl_pack.parallel.ring import joined, seen_parts
 from internvl_pack.parallel.slices import count_slice_targets
 
 MARGIN = 0.95  # of the card's memory that a row may be expected to need
@@ -288,11 +287,11 @@ def check_blocks(device: torch.device, small: bool) -> int:
             for h in (heads, kv_heads, kv_heads)
         ]
         upstream = torch.randn(2 * sum(lengths), heads, dim, device=device, dtype=torch.bfloat16)
-        whole = (bounds_of([2 * n for n in lengths], device), 2 * max(lengths), dim**-0.5, None)
-        expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, *whole)
+        whole = Row(bounds_of([2 * n for n in lengths], device), 2 * max(lengths), dim**-0.5)
+        expected = run_kernel(KERNELS["sdpa"].run, [t.float() for t in inputs], upstream, whole)
         base = [
             relative(t, e)
-            for t, e in zip(run_kernel(KERNELS["sdpa"].run, inputs, upstream, *whole), expected, strict=True)
+            for t, e in zip(run_kernel(KERNELS["sdpa"].run, inputs, upstream, whole), expected, strict=True)
         ]
         table.row(f"{heads}/{kv_heads}", "bf16 sdpa", *(f"{b:.2e}" for b in base))
         for kernel in RING_KERNELS:
@@ -312,8 +311,8 @@ def bounds_of(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 def halves_joined(kernel: str, inputs: list[torch.Tensor], upstream: torch.Tensor, lengths: list[int]) -> list:
     """Causal attention over segments of twice the `lengths`, and its gradients, from the blocks of their halves."""
-    device, blocks, scale = upstream.device, BLOCKS[kernel], upstream.shape[-1] ** -0.5
-    row = (bounds_of(lengths, device), max(lengths), scale)
+    device, halves = upstream.device, KERNELS[kernel]
+    row = Row(bounds_of(lengths, device), max(lengths))
     starts = bounds_of([2 * n for n in lengths], device).tolist()
     front = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lengths, strict=False)])
     places = (
@@ -323,14 +322,15 @@ def halves_joined(kernel: str, inputs: list[torch.Tensor], upstream: torch.Tenso
     q, k, v, do = ([t[at] for at in places] for t in (*inputs, upstream))
     results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for mine, theirs, causal in seen_parts(0, 0):
-        out, lse = blocks.forward(q[mine], k[theirs], v[theirs], *row, causal)
+        out, lse = halves.forward(q[mine], k[theirs], v[theirs], row._replace(causal=causal))
         results[mine] = joined(*results[mine], out, lse) if mine in results else (out.float(), lse)
     totals = [torch.zeros(t.shape, device=device) for t in (upstream, *inputs)]
     for part, (out, _) in results.items():
         totals[0][places[part]] = out
     for mine, theirs, causal in seen_parts(0, 0):
         out, lse = results[mine]
-        parts = blocks.backward(do[mine], q[mine], k[theirs], v[theirs], out.to(do[mine].dtype), lse, *row, causal)
+        seen = (out.to(do[mine].dtype), lse, row._replace(causal=causal))
+        parts = halves.backward(do[mine], q[mine], k[theirs], v[theirs], *seen)
         for total, part, at in zip(totals[1:], parts, (places[mine], places[theirs], places[theirs]), strict=True):
             total[at] += part
     return totals

@@ -43,15 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_check import Table, versions
 from internvl_pack.collate import PackRow, Segment, packed_collate_fn, padded_collate_fn
 from internvl_pack.errors import UserError
-from internvl_pack.model.attention import register_packed_attention
+from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
 from internvl_pack.model.compiled import RECOMPUTE, compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.images import normalize_tiles
-from internvl_pack.model.kernels import KERNELS, select_kernel
-from internvl_pack.model.loss_kernels import select_loss_kernel
+from internvl_pack.model.loss import select_loss_kernel
 from internvl_pack.model.packed import PackedModel
-from internvl_pack.model.tile_attention import SDPA, use_tile_attention
-from internvl_pack.model.tower import FusedTower
+from internvl_pack.model.vision import FusedTower, use_tile_attention
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import LanePacker
 
@@ -119,7 +117,7 @@ def register_reference(kernel: str) -> str:
         cu_seqlens = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
         max_seqlen = int(cu_seqlens.diff().max())
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        return run(q, k, v, cu_seqlens, max_seqlen, scaling, None).unsqueeze(0), None
+        return run(q, k, v, Row(cu_seqlens, max_seqlen, scaling)).unsqueeze(0), None
 
     AttentionInterface.register("packed_reference", reference)
     return "packed_reference"
@@ -219,7 +217,7 @@ class Way:
     compiled: bool = False
     checkpointing: bool = False
     attention: str = ""
-    tiles: str = SDPA  # attention in the vision tower
+    tiles: str = "sdpa"  # attention in the vision tower
     fused: bool = True  # its layers, where they can be
 
 

@@ -1,4 +1,4 @@
-"""What a token of the loss weighs, and what the sum is divided by.
+"""What each position is to predict, what that weighs in the loss, and what the sum is divided by.
 
 Over one optimizer step the loss is
 
@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import math
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from .errors import UserError
 
@@ -68,6 +71,28 @@ def token_weights(labels: Any, loss_reduction: str, num_targets: int | None = No
     weights = trained.float() if hasattr(trained, "float") else trained.astype("float32")
     weights *= weight
     return weights
+
+
+def shift_targets(
+    labels: torch.Tensor, weights: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position the label and weight of the next token of its own segment.
+
+    Args:
+        labels: (B, N) int64, not shifted; weights: (B, N) float32 or None for 1 everywhere.
+        cu_seqlens: boundaries of a pack's row, or None where each row is one segment.
+
+    Returns:
+        targets (B, N) int64, IGNORE_INDEX where nothing follows or the next token starts a segment;
+        weights (B, N) float32, 0 there.
+    """
+    if weights is None:
+        weights = torch.ones_like(labels, dtype=torch.float32)
+    if cu_seqlens is not None:
+        labels = labels.index_fill(1, cu_seqlens[:-1].long(), IGNORE_INDEX)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    weights = F.pad(weights[:, 1:].float(), (0, 1)).masked_fill(targets == IGNORE_INDEX, 0.0)
+    return targets, weights
 
 
 def normalized(weighted_sum: Any, weight_sum: Any) -> Any:

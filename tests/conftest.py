@@ -17,8 +17,8 @@ SHARED = ROOT.parent / "shared"
 
 
 #: Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
-LONGEST = ("train_resume", "model_compile", "dataset", "train_stop", "in_batch", "train_deepspeed", "parallel_core")
-LONGEST += ("train_evaluation", "model_lora", "docs_examples", "scenarios", "preset", "shell_launchers", "model_zero3")
+LONGEST = ("train_resume", "compiled", "dataset", "train_stop", "in_batch", "train_deepspeed", "sequence_parallel")
+LONGEST += ("train_evaluation", "lora", "docs_examples", "scenarios", "preset", "shell_launchers", "zero3")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from factory import TINY, write_jsonl
-from model_samples import SIZE, gradients, mixed_segments, packed_batch, padded_batch, text_segments, tiny_packed
+from helpers.model_samples import (
+    SIZE,
+    gradients,
+    mixed_segments,
+    packed_batch,
+    padded_batch,
+    text_segments,
+    tiny_packed,
+)
 
 from internvl_pack.collate import PackRow, Segment, packed_collate_fn, row_boundaries
 from internvl_pack.combinations import check_combinations

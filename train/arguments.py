@@ -62,8 +62,8 @@ class ModelArguments:
     )
     attn_kernel: str = option(
         "auto",
-        "Attention of packed rows: auto, fa4, flash_attn, varlen (torch's own), sdpa (any device), fa3, varlen_fa3 or "
-        "varlen_fa4 (torch's own over these) or flex. auto takes the first of the first four that runs here.",
+        "Attention of packed rows: auto, fa4, flash_attn, varlen (torch's own) or sdpa (any device). auto takes the "
+        "first of these that runs here.",
     )
     loss_chunk: int = option(
         1024,

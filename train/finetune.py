@@ -119,9 +119,9 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     import torch
     from transformers import set_seed
 
+    from internvl_pack.checkpoints.internvl_format_files import chat_style
     from internvl_pack.combinations import check_combinations
     from internvl_pack.model.build import build_model, check_loadable
-    from internvl_pack.model.original_files import chat_style
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
@@ -223,7 +223,7 @@ def load_tokenizer(model_args: Any) -> Any:
     Raises:
         UserError: there is none.
     """
-    from internvl_pack.model import tokenizers
+    from internvl_pack.checkpoints import tokenizers
     from internvl_pack.tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"

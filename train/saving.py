@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from internvl_pack.checkpoints import internvl_format, lora
+from internvl_pack.checkpoints.internvl_format_files import config_of, local_folder, save_original
+from internvl_pack.checkpoints.tokenizers import save_tokenizer
 from internvl_pack.errors import UserError
-from internvl_pack.model import lora, original
-from internvl_pack.model.original_files import config_of, local_folder, save_original
 from internvl_pack.model.packed import PackedModel, inner_names
-from internvl_pack.model.tokenizers import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ class Saving:
             if self.save_format == "internvl":
                 raise UserError("--save_format internvl: the model has no vision tower")
             return
-        if self.save_format == "internvl" or original.loaded_from(packed.config):
+        if self.save_format == "internvl" or internvl_format.loaded_from(packed.config):
             try:
-                original.remember(
+                internvl_format.remember(
                     packed.config,
                     template=data_args.conv_style,
                     dynamic_image_size=data_args.dynamic_image_size,
@@ -103,6 +103,6 @@ class Saving:
 
     def _original_folder(self) -> Path | None:
         """Where the extra files of an original checkpoint come from."""
-        if self.source is None or not original.is_original(config_of(self.source)):
+        if self.source is None or not internvl_format.is_original(config_of(self.source)):
             return None
         return local_folder(self.source)

@@ -12,7 +12,7 @@ import torch
 from internvl_pack.combinations import PRESET
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
-from internvl_pack.model.kernels import Kernel, select_kernel
+from internvl_pack.model.attention import Kernel, select_kernel
 from internvl_pack.parallel.checks import (
     RING_KERNELS,
     check_budget,

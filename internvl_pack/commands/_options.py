@@ -102,7 +102,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         UserError: there is none.
     """
-    from ..model import tokenizers
+    from ..checkpoints import tokenizers
     from ..tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     try:

@@ -92,7 +92,7 @@ def open_data(args: argparse.Namespace) -> tuple[tuple[DatasetSpec, ...], list[S
 
     style = None
     if args.tokenizer:
-        from ..model.original_files import chat_style
+        from ..checkpoints.internvl_format_files import chat_style
 
         style = chat_style(args.conv_style, args.tokenizer)
     encode = encode_config(args, style)

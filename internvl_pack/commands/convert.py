@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..model.original_files import local_folder
+    from ..checkpoints.internvl_format_files import local_folder
 
     source, target = local_folder(args.source), Path(args.target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
-    from ..model.original import is_original
-    from ..model.original_files import convert_to_native, read_config
-    from ..model.tokenizers import image_token_id
+    from ..checkpoints.internvl_format import is_original
+    from ..checkpoints.internvl_format_files import convert_to_native, read_config
+    from ..checkpoints.tokenizers import image_token_id
 
     if not is_original(read_config(source)):
         raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {_kind(read_config(source))}")
@@ -64,8 +64,8 @@ def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
 
 
 def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
-    from ..model.original_files import convert_to_original, local_folder, read_config
-    from ..model.tokenizers import save_tokenizer
+    from ..checkpoints.internvl_format_files import convert_to_original, local_folder, read_config
+    from ..checkpoints.tokenizers import save_tokenizer
 
     if (kind := read_config(source).get("model_type")) != "internvl":
         raise UserError(f"SRC {source}: no InternVLForConditionalGeneration: its config.json says {kind!r}")
@@ -77,7 +77,7 @@ def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
 
 
 def _tokenizer(source: Path) -> Any:
-    from ..model.tokenizers import load_tokenizer
+    from ..checkpoints.tokenizers import load_tokenizer
 
     try:
         return load_tokenizer(source)

@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_original, is_original
+from ..checkpoints.internvl_format_files import load_original, load_original_vision, local_folder
+from ..checkpoints.lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
-from .attention import register_packed_attention
+from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, is_zero3
-from .drop_path import add_drop_path
 from .families import check_attention, check_kind
-from .head import DEFAULT_CHUNK_TOKENS
-from .kernels import select_kernel
-from .lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
-from .loss_kernels import select_loss_kernel
-from .original import MODEL_TYPE, VISION_TYPE, check_original, is_original
-from .original_files import load_original, load_original_vision, local_folder
+from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
 from .parts import vision_layers
 from .resize import fit_vocabulary, resize_positions
-from .tile_attention import use_tile_attention
-from .tokenizers import image_token_id, load_tokenizer
+from .vision import add_drop_path, use_tile_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,11 +71,11 @@ def build_model(
         device: where it will train, for the choice of the kernel; the model is loaded on the CPU.
         dtype: of the weights; compute_dtype: of q, k, v in training if not dtype (autocast).
         loss_chunk: labelled tokens whose logits exist at once.
-        loss_kernel: one of loss_kernels.LOSS_KERNELS; with compile, auto is the compiler's.
+        loss_kernel: one of LOSS_KERNELS; with compile, auto is the compiler's.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
-        fused_vision: and the vision tower's layers as tower.py writes them out, where they can be.
+        fused_vision: and the vision tower's layers as vision/fused.py writes them out, where they can be.
         force_image_size, down_sample_ratio: what the data is made for. Position embeddings are resized to the first;
             the second is checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.

@@ -3,18 +3,18 @@
 What is compiled is a block (a vision layer, a decoder layer), not the model: all layers of a tower share
 one compiled graph, so it takes the time of two layers, and what is irregular about a pack stays outside:
 
-* attention is one operation to the compiler (attention_op.py), which gets the row's boundaries as a tensor
+* attention is one operation to the compiler (attention/compiled_op.py), which gets the row's boundaries as a tensor
   and its longest segment as a symbol: neither the number of segments nor their lengths can cause a
   recompilation. A kernel without such an operation is called between two graphs;
 * tokens of a row and tiles of a batch are symbols from the first compilation on. Only a row of 1 tile (or
   1 token) is another case to the compiler: it gets a tile of zeros beside it (images.py).
 
-Layers of the vision tower that tower.py knows run as it writes them out, on a GPU; the compiled ones are for all
+Layers of the vision tower that vision/fused.py knows run as it writes them out, on a GPU; the compiled ones are for all
 others, and where its kernels cannot be.
 
-The loss of the labelled tokens (head.py) and the projector are compiled in the same way. Gradient
+The loss of the labelled tokens (loss/head.py) and the projector are compiled in the same way. Gradient
 checkpointing and hooks stay around the compiled forward. The patch embedding becomes a matrix product
-(patches.py). Merging q, k and v, and gate and up, into one product each was tried: it took 1.5 % longer.
+(vision/patches.py). Merging q, k and v, and gate and up, into one product each was tried: it took 1.5 % longer.
 
 `--compile_recompute` says in which tower's layers the compiler computes what is cheap (norms, activation
 functions) again in the backward pass instead of keeping it: its "activation memory budget" just below 1, at
@@ -34,10 +34,9 @@ import torch._functorch.config
 from torch import nn
 
 from ..errors import UserError
-from .head import fusible_loss_and_gradient, loss_and_gradient
+from .loss import fusible_loss_and_gradient, loss_and_gradient
 from .parts import decoder_layers, vision_layers
-from .patches import PatchProjection, is_patch_projection, project_patches
-from .tower import fuse_tower
+from .vision import compile_patches, fuse_tower
 
 if TYPE_CHECKING:
     from .packed import PackedModel
@@ -65,7 +64,7 @@ def compile_blocks(
 
     Args:
         recompute: one of RECOMPUTE.
-        fused_vision: let the vision tower's layers run as tower.py writes them out, where they can be.
+        fused_vision: let the vision tower's layers run as vision/fused.py writes them out, where they can be.
         backend: of torch.compile, a name or a function.
 
     Returns:
@@ -86,10 +85,7 @@ def compile_blocks(
         compiled[kind] = torch.compile(_raw_forward(kind), dynamic=True, backend=keep_less if keeps_less else backend)
     for block in blocks:
         block.forward = CompiledForward(block, compiled[type(block)])
-    for convolution in patch_projections(packed):
-        product = torch.compile(project_patches, dynamic=True, backend=backend)
-        module: nn.Module = convolution
-        module.forward = PatchProjection(convolution, product)
+    compile_patches(packed, backend)
     if packed.has_vision and fused_vision:
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
@@ -162,12 +158,6 @@ def compiled_modules(packed: PackedModel) -> list[nn.Module]:
         blocks += [*vision_layers(tower), projector]
     decoder = packed.language_model
     return [*blocks, *decoder_layers(decoder), decoder.get_submodule("norm")]
-
-
-def patch_projections(packed: PackedModel) -> list[nn.Conv2d]:
-    """The vision tower's patch embedding, where it can be a matrix product."""
-    modules = packed.vision_modules[0].modules() if packed.has_vision else ()
-    return [module for module in modules if isinstance(module, nn.Conv2d) and is_patch_projection(module)]
 
 
 def check_compilable(packed: PackedModel) -> None:

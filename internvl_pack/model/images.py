@@ -48,12 +48,19 @@ def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dt
     return torch.zeros((1, 3, *image_size), dtype=dtype, device=device)
 
 
-def place_features(embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def place_features(
+    embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, some_elsewhere: bool = False
+) -> torch.Tensor:
     """Embeddings with the features in the image tokens' places, in order; out of place, both differentiable.
 
     Args:
         embeddings: (B, N, H); features: (M, H) of any floating type; positions: (M,) of the B * N tokens.
+        some_elsewhere: the embeddings are a part of a row, (1, n, H): features at position n are of other parts.
     """
+    if some_elsewhere:  # they all go to one place after the part, which is cut off again
+        beyond = torch.cat([embeddings, embeddings.new_zeros((1, 1, embeddings.shape[-1]))], 1)
+        placed = place_features(beyond, features, positions)[:, :-1]
+        return placed.clone(memory_format=torch.contiguous_format)  # no view, as below
     if len(embeddings) == 1:  # no view: a compiled first layer would differ from the others by it
         return embeddings.index_copy(1, positions, features.to(embeddings.dtype).unsqueeze(0))
     flat = embeddings.reshape(-1, embeddings.shape[-1])

@@ -21,18 +21,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..checkpoints.internvl_format import is_original
+from ..checkpoints.internvl_format_files import load_original, read_config
+from ..checkpoints.lora import merged_state_dict
 from ..errors import UserError
-from ..loss import IGNORE_INDEX, normalized
-from ..parallel.collectives import gather
+from ..loss import IGNORE_INDEX, normalized, shift_targets
 from ..parallel.group import SequenceGroup
-from ..parallel.slices import RowSlice, gather_row, row_slice, tiles_a_rank
-from .attention import check_cu_seqlens_form, packed_row, validate_cu_seqlens
+from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row_slice
+from .attention import Kernel, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
 from .families import check_family, logit_scale, longest_exact_segment
-from .head import DEFAULT_CHUNK_TOKENS, LabelledHead, shift_targets
 from .images import join_without_images, normalize_tiles, place_features, zero_tile
-from .lora import merged_state_dict
-from .original import is_original
-from .original_files import load_original, read_config
+from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
 
 
 @dataclass
@@ -118,6 +117,11 @@ class PackedModel(nn.Module):
         return self.model.get_submodule("model") if hasattr(self.model, "model") else self.model.base_model
 
     @property
+    def attn_kernel(self) -> Kernel:
+        """The kernel of the language model's attention."""
+        return kernel_of(self.config.get_text_config()._attn_implementation)
+
+    @property
     def vision_modules(self) -> list[nn.Module]:
         """The vision tower and the projector; empty for a text-only model."""
         if not self.has_vision:
@@ -182,47 +186,38 @@ class PackedModel(nn.Module):
             cu_seqlens = cu_seqlens_padded
         if cu_seqlens is not None:
             self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask)
-        own = self._own_slice(cu_seqlens, max_seqlen, input_ids)
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(input_ids.device, non_blocking=True)
+        on_device = None if cu_seqlens is None else cu_seqlens.to(input_ids.device, non_blocking=True)
+        part = RowSlice.whole(on_device, max_seqlen)
+        if self.sequence_group is not None:
+            part = self._own_slice(cu_seqlens, max_seqlen, input_ids.device, self.sequence_group)
+            num_loss_tokens = num_slice_loss_tokens
         if pixel_values is not None and len(pixel_values) and not self.has_vision:
             raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
 
-        if own is None:
-            embeddings = self.model.get_input_embeddings()(input_ids)
-            if self.has_vision:
-                embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens)
-            hidden = self._decode(embeddings, position_ids, cu_seqlens, max_seqlen, attention_mask)
-        else:
-            assert position_ids is not None, "as of any pack"
-            embeddings = self.model.get_input_embeddings()(own.take(input_ids))
-            if self.has_vision:
-                embeddings = self._with_images_of_group(embeddings, input_ids, pixel_values, num_image_tokens, own)
-            hidden = self._decode(embeddings, own.take(position_ids), own.cu_seqlens, own.max_seqlen, None)
-            num_loss_tokens = num_slice_loss_tokens
+        embeddings = self.model.get_input_embeddings()(part.take(input_ids))
+        if self.has_vision:
+            embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens, part)
+        places = None if position_ids is None else part.take(position_ids)
+        hidden = self._decode(embeddings, places, part, attention_mask)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
         output = PackedOutput()
         if labels is not None:
-            self._add_loss(output, hidden, labels, loss_weight, loss_normalizer, cu_seqlens, num_loss_tokens, own)
+            targets, weights = shift_targets(labels, loss_weight, on_device)
+            self._add_loss(output, hidden, targets, weights, loss_normalizer, num_loss_tokens, part)
         if labels is None or return_logits:
             logits = self.model.get_output_embeddings()(hidden)
-            if own is not None and cu_seqlens is not None and self.sequence_group is not None:
-                logits = gather_row(logits, cu_seqlens, self.sequence_group)
-            output.logits = logits
+            output.logits = gather_row(logits, cu_seqlens, self.sequence_group)
         return output
 
+    @staticmethod
     def _own_slice(
-        self, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, input_ids: torch.Tensor
-    ) -> RowSlice | None:
-        """The tokens of the row that this rank computes; None for all of them."""
-        group = self.sequence_group
-        if group is None:
-            return None
+        cu_seqlens: torch.Tensor | None, max_seqlen: int | None, device: torch.device, group: SequenceGroup
+    ) -> RowSlice:
         if cu_seqlens is None or max_seqlen is None:
             raise ValueError("sequence parallelism cuts packed rows only: the batch has no cu_seqlens")
-        return row_slice(cu_seqlens, max_seqlen, group.rank, group.size, group.mode, input_ids.device)
+        return row_slice(cu_seqlens, max_seqlen, group.rank, group.size, group.mode, device)
 
     def _check_boundaries(
         self,
@@ -260,39 +255,18 @@ class PackedModel(nn.Module):
         input_ids: torch.Tensor,
         pixel_values: torch.Tensor | None,
         num_image_tokens: int | None,
-    ) -> torch.Tensor:
-        num_tiles = 0 if pixel_values is None else len(pixel_values)
-        positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
-        features = self.image_features(self._tiles_or_zeros(pixel_values, embeddings.device))
-        if num_tiles:
-            return place_features(embeddings, features.reshape(-1, features.shape[-1]), positions)
-        return join_without_images(embeddings, features)
-
-    def _with_images_of_group(
-        self,
-        embeddings: torch.Tensor,
-        input_ids: torch.Tensor,
-        pixel_values: torch.Tensor | None,
-        num_image_tokens: int | None,
-        own: RowSlice,
+        part: RowSlice,
     ) -> torch.Tensor:
         """Of this rank's tokens, (1, n, H): each rank encodes its share of the row's tiles, and gets all features."""
-        group = self.sequence_group
-        assert group is not None
         num_tiles = 0 if pixel_values is None else len(pixel_values)
         positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
-        share = tiles_a_rank(num_tiles, group.size)
-        mine = None if pixel_values is None else pixel_values[group.rank * share : (group.rank + 1) * share]
+        mine = None if pixel_values is None else own_tiles(pixel_values, self.sequence_group)
         features = self.image_features(self._tiles_or_zeros(mine, embeddings.device))
         if not num_tiles:
             return join_without_images(embeddings, features)
-        missing = features.new_zeros((share - len(features), *features.shape[1:]))
-        everyones = gather(torch.cat([features, missing]), group.process_group)[:num_tiles]
-        # Other ranks' image tokens all go to one place after this rank's tokens, which is cut off again.
-        here = own.inverse(input_ids.shape[1])[positions]
-        beyond = torch.cat([embeddings, embeddings.new_zeros((1, 1, embeddings.shape[-1]))], 1)
-        placed = place_features(beyond, everyones.reshape(-1, everyones.shape[-1]), here)[:, :-1]
-        return placed.clone(memory_format=torch.contiguous_format)  # no view, as in place_features
+        features = gather_tiles(features, num_tiles, self.sequence_group)
+        here = part.local(positions, input_ids.shape[1])
+        return place_features(embeddings, features.reshape(-1, features.shape[-1]), here, part.places is not None)
 
     def _image_positions(self, input_ids: torch.Tensor, num_tiles: int, num_image_tokens: int | None) -> torch.Tensor:
         """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
@@ -341,16 +315,15 @@ class PackedModel(nn.Module):
         self,
         embeddings: torch.Tensor,
         position_ids: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: int | None,
+        part: RowSlice,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
-        if cu_seqlens is None:
+        if part.cu_seqlens is None:
             return self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
-        assert max_seqlen is not None, "as of any pack"
-        with packed_row(cu_seqlens, max_seqlen, self.sequence_group) as names:
+        assert part.max_seqlen is not None, "as of any pack"
+        with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group) as names:
             return self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
 
     @property
@@ -367,19 +340,16 @@ class PackedModel(nn.Module):
         self,
         output: PackedOutput,
         hidden: torch.Tensor,
-        labels: torch.Tensor,
-        loss_weight: torch.Tensor | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
         loss_normalizer: torch.Tensor | float | None,
-        cu_seqlens: torch.Tensor | None,
         num_loss_tokens: int | None,
-        own: RowSlice | None,
+        part: RowSlice,
     ) -> None:
-        targets, weights = shift_targets(labels, loss_weight, cu_seqlens)
         targets, weights = targets.reshape(-1), weights.reshape(-1)
         if loss_normalizer is None:
             loss_normalizer = weights.sum()
-        if own is not None:
-            targets, weights = own.take(targets, IGNORE_INDEX), own.take(weights, 0.0)
+        targets, weights = part.take(targets, IGNORE_INDEX), part.take(weights, 0.0)
         positions = true_positions(targets != IGNORE_INDEX, num_loss_tokens)
         self.head.share_with_zero3()
         weighted, losses = self.head(
@@ -389,7 +359,7 @@ class PackedModel(nn.Module):
         output.weighted_sum, output.weight_sum = weighted.detach(), weights.sum()
         output.ce_sum = losses.sum()
         output.target_losses = losses
-        output.target_positions = positions if own is None else own.places[positions]
+        output.target_positions = part.in_row(positions)
         output.num_targets = torch.full((), len(positions), device=hidden.device)
 
     # --- what the Trainer and DeepSpeed look for ---------------------------------------------------

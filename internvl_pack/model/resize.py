@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.internvl_format import loaded_from, remember
 from ..errors import UserError
-from . import original
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def resize_positions(model: Any, image_size: int) -> None:
         part.image_size = [image_size, image_size]
     embeddings.patch_embeddings.num_patches, embeddings.patch_embeddings.patch_shape = side * side, (side, side)
     config.image_seq_length = int(side**2 * config.downsample_ratio**2)
-    if (known := original.loaded_from(config)) is not None:
+    if (known := loaded_from(config)) is not None:
         tower = known["vision_config"] | {"image_size": image_size}
-        original.remember(config, force_image_size=image_size, vision_config=tower)
+        remember(config, force_image_size=image_size, vision_config=tower)
     logger.info("position embeddings resized from tiles of %d to %d pixels", old, image_size)
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import UserError
-from ..parallel.collectives import gather
-from ..parallel.slices import gather_row, tiles_a_rank
+from ..parallel.slices import gather_row, gather_tiles, own_tiles
 from .packed import PackedModel
 
 TOKENS_OF_TEXT = 12  # before and after the image of each segment
@@ -133,20 +132,18 @@ def _run(
     }
     with _recording(core) as seen:
         logits = call(**batch)["logits"]
-    if core.sequence_group is not None:
-        seen = {name: _of_group(core, name, values, batch) for name, values in seen.items()}
+    seen = {name: _of_row(core, name, values, batch) for name, values in seen.items()}
     return seen | {"the output head": logits}
 
 
-def _of_group(core: PackedModel, name: str, values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """A component's values for the whole row, where each rank of a sequence group has recorded those of its share."""
+def _of_row(core: PackedModel, name: str, values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """A component's values for the whole row: each rank of a sequence group has recorded those of its share."""
     group = core.sequence_group
-    assert group is not None
     if name not in VISION:
         return gather_row(values, batch["cu_seqlens"], group)
     num_tiles = len(batch["pixel_values"])
-    share = tiles_a_rank(num_tiles, group.size)
-    return gather(values[:share], group.process_group)[:num_tiles]
+    mine = max(len(own_tiles(batch["pixel_values"], group)), 1)  # a compiled tower has another beside a single one
+    return gather_tiles(values[:mine], num_tiles, group)
 
 
 @contextlib.contextmanager

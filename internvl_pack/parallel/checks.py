@@ -127,8 +127,11 @@ def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
         )
 
 
-def check_model(text_config: Any, sequence_parallel_size: int, mode: str) -> list[str]:
-    """All that can be said of a model whose attention is set up (`_attn_implementation`).
+def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode: str) -> list[str]:
+    """All that can be said of a model.
+
+    Args:
+        kernel: name of its attention kernel.
 
     Returns:
         lines for the log.
@@ -136,10 +139,7 @@ def check_model(text_config: Any, sequence_parallel_size: int, mode: str) -> lis
     Raises:
         UserError: the first thing that does not go.
     """
-    from ..model.kernels import KERNELS
-
     check_mode(mode)
-    kernel = next(k.name for k in KERNELS.values() if k.implementation == text_config._attn_implementation)
     check_kernel(kernel, sequence_parallel_size, mode)
     check_window(text_config, sequence_parallel_size, mode)
     heads = text_config.num_attention_heads

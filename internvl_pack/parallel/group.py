@@ -95,6 +95,6 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
     if group is None or group.size == 1:
         packed.sequence_group = None
         return
-    for line in check_model(packed.config.get_text_config(), group.size, group.mode):
+    for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
     packed.sequence_group = group

@@ -1,4 +1,4 @@
-"""Which tokens of a row a rank computes.
+"""Which tokens and tiles of a row a rank computes: all of them, where none shares it.
 
 Ulysses: the row in equal pieces, one after the other. Each rank's attention sees the whole row for some of the heads,
 so the pieces need not heed the segments.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..collate import row_boundaries
-from ..loss import IGNORE_INDEX
+from ..loss import IGNORE_INDEX, shift_targets
 from .collectives import gather
 from .group import SequenceGroup
 
@@ -33,24 +33,40 @@ class RowSlice:
     """A rank's tokens of a row of N.
 
     Attributes:
-        places: int64 (n,), where in the row each of them is.
+        places: int64 (n,), where in the row each of them is; None for the row as it is, or for a padded batch.
         is_pad: bool (n,), or None where none is.
-        cu_seqlens, max_seqlen: boundaries for attention, on the device. Ulysses: of the whole row, its pads a segment
-            of their own. Ring: of either half of this rank's tokens, the same on every rank.
+        cu_seqlens, max_seqlen: boundaries for attention, on the device; None for a padded batch. Ulysses: of the whole
+            row, its pads a segment of their own. Ring: of either half of this rank's tokens, the same on every rank.
     """
 
-    places: torch.Tensor
+    places: torch.Tensor | None
     is_pad: torch.Tensor | None
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int | None
+
+    @classmethod
+    def whole(cls, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> RowSlice:
+        """All tokens of a row, or of a padded batch, which has no boundaries."""
+        return cls(places=None, is_pad=None, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
     def take(self, row: torch.Tensor, fill: float | None = None) -> torch.Tensor:
         """This rank's values of (N,) or (1, N); pads get `fill`, or the value they repeat."""
+        if self.places is None:
+            return row
         values = row.index_select(-1, self.places)
         return values if fill is None or self.is_pad is None else values.masked_fill(self.is_pad, fill)
 
+    def in_row(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the row these of this rank's tokens are."""
+        return positions if self.places is None else self.places[positions]
+
+    def local(self, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Where these tokens of the row are among this rank's, n for those of other ranks."""
+        return positions if self.places is None else self.inverse(num_tokens)[positions]
+
     def inverse(self, num_tokens: int) -> torch.Tensor:
         """int64 (N,): of each token of the row its place among these, n for those of other ranks."""
+        assert self.places is not None, "of a part of the row"
         n = len(self.places)
         places = self.places if self.is_pad is None else self.places.masked_fill(self.is_pad, num_tokens)
         local = torch.full((num_tokens + 1,), n, dtype=torch.int64, device=places.device)
@@ -105,8 +121,11 @@ def _ring_slice(bounds: torch.Tensor, rank: int, size: int, device: torch.device
     )
 
 
-def gather_row(values: torch.Tensor, cu_seqlens: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+def gather_row(values: torch.Tensor, cu_seqlens: torch.Tensor | None, group: SequenceGroup | None) -> torch.Tensor:
     """The row's (1, N, ...) on every rank from each rank's (1, n, ...); for checks, with its gradient."""
+    if group is None:
+        return values
+    assert cu_seqlens is not None, "only packed rows are cut"
     bounds = cu_seqlens.cpu()
     everyone = gather(values[0], group.process_group)
     slices = [
@@ -114,7 +133,7 @@ def gather_row(values: torch.Tensor, cu_seqlens: torch.Tensor, group: SequenceGr
         for rank in range(group.size)
     ]
     locals_ = [s.inverse(int(bounds[-1])) for s in slices]
-    n = len(slices[0].places)
+    n = values.shape[1]
     index = torch.stack([torch.where(at < n, at + rank * n, -1) for rank, at in enumerate(locals_)]).amax(0)
     return everyone.index_select(0, index).unsqueeze(0)
 
@@ -124,10 +143,28 @@ def tiles_a_rank(num_tiles: int, size: int) -> int:
     return -(-num_tiles // size)
 
 
+def own_tiles(tiles: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
+    """This rank's share of a row's tiles (T, ...); the last ranks' may be empty."""
+    if group is None:
+        return tiles
+    share = tiles_a_rank(len(tiles), group.size)
+    return tiles[group.rank * share : (group.rank + 1) * share]
+
+
+def gather_tiles(values: torch.Tensor, num_tiles: int, group: SequenceGroup | None) -> torch.Tensor:
+    """Of all tiles of the row, (T, ...) on every rank, from each rank's values of its share, with their gradient.
+
+    Args:
+        values: (t, ...); a rank without a tile has one of zeros.
+    """
+    if group is None:
+        return values
+    missing = values.new_zeros((tiles_a_rank(num_tiles, group.size) - len(values), *values.shape[1:]))
+    return gather(torch.cat([values, missing]), group.process_group)[:num_tiles]
+
+
 def count_slice_targets(batch: dict[str, Any], group: SequenceGroup) -> int:
     """Labelled targets in this rank's slice of a batch on the host: `num_slice_loss_tokens` of the forward."""
-    from ..model.head import shift_targets
-
     bounds = row_boundaries(batch)
     targets, _ = shift_targets(batch["labels"], None, bounds)
     part = row_slice(bounds, batch["max_seqlen"], group.rank, group.size, group.mode, "cpu")

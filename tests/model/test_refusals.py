@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from original_samples import chat_config, chat_weights, write_chat_checkpoint
+from helpers.original_samples import chat_config, chat_weights, write_chat_checkpoint
 
+from internvl_pack.checkpoints import internvl_format_files
+from internvl_pack.checkpoints.internvl_format_files import convert_to_native, local_folder
 from internvl_pack.errors import UserError
-from internvl_pack.model import original_files
 from internvl_pack.model.build import build_model, check_loadable
-from internvl_pack.model.original_files import convert_to_native, local_folder
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_a_flash_model_of_the_hub_is_refused_by_its_index_before_its_weights_are
     with pytest.raises(UserError, match=r"someone/InternVL3_5-8B-Flash: a Flash model"):
         local_folder("someone/InternVL3_5-8B-Flash")
     assert fetched == [["*.json"]]
-    monkeypatch.setattr(original_files, "indexed_names", lambda folder: ["vision_model.x"])
+    monkeypatch.setattr(internvl_format_files, "indexed_names", lambda folder: ["vision_model.x"])
     assert local_folder("someone/InternVL3_5-8B") == tmp_path
     assert fetched[1:] == [["*.json"], None]

@@ -7,12 +7,12 @@ import logging
 
 import pytest
 import torch
-from original_samples import chat_config, chat_weights, write_chat_checkpoint
+from helpers.original_samples import chat_config, chat_weights, write_chat_checkpoint
 from transformers import AutoModelForCausalLM
 
+from internvl_pack.checkpoints.internvl_format_files import save_original
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
-from internvl_pack.model.original_files import save_original
 from internvl_pack.model.resize import fit_vocabulary, interpolated
 from internvl_pack.tiny import save_tiny_checkpoint, tiny_text_config
 

@@ -1,0 +1,1 @@
+"""Checkpoints: InternVL's own format and the native one, weight files, tokenizers, LoRA adapters."""

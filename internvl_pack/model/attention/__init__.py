@@ -1,0 +1,27 @@
+"""Attention that keeps the segments of a packed row apart: the kernels, and how a model comes to use one.
+
+kernels/          one signature, a file a kernel
+register.py       the choice of the kernel; the function among transformers' attention functions
+compiled_op.py    attention as one operation of a compiled layer
+ulysses.py, ring.py, blocks.py    attention of a row that several ranks share
+boundaries.py     checks of cu_seqlens
+"""
+
+from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
+from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
+from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
+
+__all__ = [
+    "HALF",
+    "KERNELS",
+    "Kernel",
+    "Row",
+    "check_cu_seqlens_form",
+    "kernel_of",
+    "one_dtype",
+    "packed_row",
+    "register_kernel",
+    "register_packed_attention",
+    "select_kernel",
+    "validate_cu_seqlens",
+]

@@ -1,0 +1,20 @@
+"""Attention over several sets of keys from that over each, by the log-sum-exp of their scores.
+
+The backward half of a kernel, given out and log-sum-exp of all the sets together, gives each set's share of the
+gradients (kernels/base.py): they add up.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def joined(
+    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from that over each: out (n, H, D), float32, overwritten; lse (H, n).
+
+    The weight of the new one is exp(new_lse) / (exp(lse) + exp(new_lse)).
+    """
+    weight = torch.sigmoid(new_lse - lse).t().unsqueeze(-1)
+    return out.lerp_(new_out.float(), weight), torch.logaddexp(lse, new_lse)

@@ -1,0 +1,36 @@
+"""Attention kernels behind one signature.
+
+    kernel.run(q, k, v, row) -> out
+    kernel.forward(q, k, v, row) -> out, lse
+    kernel.backward(upstream, q, k, v, out, lse, row) -> dq, dk, dv
+
+    q, out      (N, Hq, D)      the row's tokens, heads, head size
+    k, v        (N, Hkv, D)     Hq is a multiple of Hkv; heads are grouped, never expanded here
+    lse         float32 (Hq, N) log of the sum of exp(scale * q.k) over the keys seen
+    row         Row             boundaries, longest segment, scale, window
+
+Each query sees the keys of its own segment at or before its own place (window 2 on the right):
+
+    a a a b b         a a a b b
+    x . . . .         x . . . .
+    x x . . .         x x . . .
+    x x x . .         . x x . .
+    . . . x .         . . . x .
+    . . . x x         . . . x x
+
+A kernel is a file with a `KERNEL`, and a place among these; one from elsewhere goes through `register_kernel`.
+"""
+
+from . import fa4, flash_attn, sdpa, varlen
+from .base import HALF, Kernel, Row
+
+__all__ = ["HALF", "KERNELS", "Kernel", "Row", "register_kernel"]
+
+#: By name. `auto` takes the first that runs on the device in the type of the run.
+KERNELS: dict[str, Kernel] = {module.KERNEL.name: module.KERNEL for module in (fa4, flash_attn, varlen, sdpa)}
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Add a kernel, after all that are there, or in the place of the one of its name."""
+    KERNELS[kernel.name] = kernel
+    return kernel

@@ -1,0 +1,93 @@
+"""What an attention kernel is: a function of the row's q, k and v, and its two halves, which know the log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Row(NamedTuple):
+    """Which keys each query of a row sees.
+
+    Attributes:
+        cu_seqlens: int32 (S+1,), starts at 0, strictly increasing, ends at N; on q's device.
+        max_seqlen: longest segment, known on the host.
+        scale: of q.k; None means D ** -0.5.
+        window: keys a query sees at most, its own included; None means all before it.
+        causal: a query sees the keys of its segment at or before its own place; without it (in the halves alone)
+            queries and keys are equally long parts of the same segments, and a query sees all keys of its segment.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    scale: float | None = None
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def limit(self) -> int | None:
+        """The window; None where no segment is longer."""
+        return None if self.window is None or self.window >= self.max_seqlen else self.window
+
+    @property
+    def flash_window(self) -> tuple[int, int]:
+        """flash-attn's window, to the left and to the right, the query's own key left out; -1 is no limit."""
+        return -1 if self.limit is None else self.limit - 1, 0 if self.causal else -1
+
+    def scale_of(self, q: torch.Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel and where it runs.
+
+    Attributes:
+        name: what `--attn_kernel` calls it.
+        run: run(q, k, v, row) -> out, with its gradient; the row is causal.
+        problem: of a device: None if the kernel runs there, else why not and what to do instead.
+        half_only: whether q, k, v must be float16 or bfloat16.
+        forward: forward(q, k, v, row) -> out, lse, without a gradient. lse is the log-sum-exp of the scores, float32
+            (Hq, N). None where a compiled layer is to call `run` between two graphs.
+        backward: backward(upstream, q, k, v, out, lse, row) -> gradients of q, k and v, in their types or float32. out
+            and lse may be those of more keys than the row's: probabilities are then the row's share of them, and the
+            gradients of all rows that made them add up to the exact ones (blocks.py).
+        tiles_forward, tiles_backward: the same without causality or boundaries, for the vision tower:
+            tiles_forward(q, k, v, scale), each (T, P, H, D), and tiles_backward(upstream, q, k, v, out, logsumexp,
+            scale, into), which writes the gradients into the three tensors `into`, if that is not None; None where
+            SDPA is used there.
+    """
+
+    name: str
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
+    problem: Callable[[torch.device], str | None]
+    half_only: bool
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Row], tuple[torch.Tensor, torch.Tensor]] | None = None
+    backward: Callable[..., Gradients] | None = None
+    tiles_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    tiles_backward: Callable[..., Gradients] | None = None
+
+    @property
+    def implementation(self) -> str:
+        """The kernel's name among transformers' attention functions.
+
+        It must not contain "flash": transformers takes that for one of its own and swaps masks.
+        """
+        return "internvl_pack_" + self.name.replace("flash_attn", "fa")
+
+
+def needs_ampere(device: torch.device) -> str | None:
+    """Why flash attention does not run on the device, if it does not."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"needs a CUDA device, this run is on {device.type}: use --attn_kernel auto or sdpa"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 or newer (Ampere): use --attn_kernel sdpa"
+    return None

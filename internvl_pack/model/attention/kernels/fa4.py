@@ -1,0 +1,120 @@
+"""FlashAttention 4 (`flash-attn-4`, compiled at first use): Hopper and Blackwell; for the vision tower's tiles too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .base import Gradients, Kernel, Row, needs_ampere
+
+
+@functools.cache
+def varlen_func() -> Callable | None:
+    """FlashAttention 4's function; None where it is not installed."""
+    try:  # its compiler's libraries are found, or not, only when it is imported
+        from flash_attn.cute import flash_attn_varlen_func
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+    return flash_attn_varlen_func
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+    """Without a window `None` is what it takes for no limit."""
+    attend = varlen_func()
+    assert attend is not None, "checked by problem"
+    limit = row.limit
+    out = attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q=row.cu_seqlens,
+        cu_seqlens_k=row.cu_seqlens,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_k=row.max_seqlen,
+        softmax_scale=row.scale,
+        causal=True,
+        window_size=(None, None) if limit is None else (limit - 1, 0),
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=row.scale_of(q), return_lse=True, **_settings(row))
+    return out, lse
+
+
+def backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    row: Row,
+) -> Gradients:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=row.scale_of(q), **_settings(row))[:3]
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    limit = row.limit
+    return {
+        "causal": row.causal,
+        "cu_seqlens_q": row.cu_seqlens,
+        "cu_seqlens_k": row.cu_seqlens,
+        "max_seqlen_q": row.max_seqlen,
+        "max_seqlen_k": row.max_seqlen,
+        "window_size_left": None if limit is None else limit - 1,
+        "window_size_right": None if limit is None else 0,
+    }
+
+
+def tiles_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=False, return_lse=True)
+    return out, lse
+
+
+def tiles_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    into: tuple[torch.Tensor, ...] | None = None,
+) -> Gradients:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = into or (None, None, None)
+    return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=scale, causal=False, dq=dq, dk=dk, dv=dv)[:3]
+
+
+def problem(device: torch.device) -> str | None:
+    if reason := needs_ampere(device):
+        return reason
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10, 11):
+        return "needs a Hopper or Blackwell GPU: use --attn_kernel auto"
+    if varlen_func() is None:
+        return "needs FlashAttention 4: pip install --pre flash-attn-4, or use --attn_kernel auto"
+    return None
+
+
+KERNEL = Kernel(
+    name="fa4",
+    run=run,
+    problem=problem,
+    half_only=True,
+    forward=forward,
+    backward=backward,
+    tiles_forward=tiles_forward,
+    tiles_backward=tiles_backward,
+)

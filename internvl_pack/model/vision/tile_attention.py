@@ -1,0 +1,149 @@
+"""Attention in the vision tower: the patches of a tile all see each other, tiles do not.
+
+SDPA does this on every device, on a GPU mostly through cuDNN. Where the language model runs on a kernel that is
+faster on tiles too (FlashAttention 4: docs/performance.md), the tower uses it as well. It is one operation to
+a compiler:
+
+    attend_tiles(q, k, v, scale, kernel) -> out, lse
+
+    q, k, v, out    (T, P, H, D)    tiles, patches and the class token, heads, head size
+    lse             (T, H, P)       float32, logsumexp of the scores, for the gradient
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..attention import HALF, KERNELS, Kernel, one_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+SDPA = "sdpa"
+PREFIX = "internvl_pack_tiles_"  # of a kernel's name, among transformers' attention functions
+MAX_HEAD_SIZE = 128  # of FlashAttention 4's gradient on Hopper, and a multiple of 8
+
+
+def use_tile_attention(model: PreTrainedModel, kernel: Kernel) -> str:
+    """Let the vision tower of `model`, if it has one, use `kernel` where that is made for tiles, SDPA otherwise.
+
+    Returns:
+        the name of the tower's attention among transformers' attention functions.
+    """
+    from transformers import AttentionInterface
+
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        return SDPA
+    name, head_size = SDPA, vision.hidden_size // vision.num_attention_heads
+    if kernel.tiles_forward is not None and head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE:
+        name = PREFIX + kernel.name
+        AttentionInterface.register(name, _attention_function(kernel.name))
+        logger.info("attention kernel of the vision tower: %s", kernel.name)
+    model.set_attn_implementation({"vision_config": name})
+    return name
+
+
+def tile_kernel(implementation: str | None) -> str | None:
+    """The kernel whose name `use_tile_attention` gave the tower's attention; None for SDPA."""
+    name = (implementation or "").removeprefix(PREFIX)
+    return name if name != implementation and name in KERNELS else None
+
+
+def _attention_function(kernel: str) -> Any:
+    """transformers' attention contract over `attend_tiles`: (T, H, P, D) in, (T, P, H, D) out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def tile_attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        query, key, value = one_dtype(query, key, value)
+        if attention_mask is not None or dropout or not {query.dtype, key.dtype, value.dtype} <= set(HALF):
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return attend_tiles(q, k, v, scale, kernel)[0], None
+
+    return tile_attention
+
+
+@torch.library.custom_op("internvl_pack::attend_tiles", mutates_args=())
+def attend_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    forward = KERNELS[kernel].tiles_forward
+    assert forward is not None, "called for kernels that have one"
+    out, lse = forward(q, k, v, scale)
+    return out.contiguous(), lse.contiguous()
+
+
+@attend_tiles.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tiles, patches, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((tiles, heads, patches), dtype=torch.float32)
+
+
+@torch.library.custom_op("internvl_pack::attend_tiles_backward", mutates_args=())
+def attend_tiles_backward(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    backward = KERNELS[kernel].tiles_backward
+    assert backward is not None, "a kernel with a forward has a backward"
+    dq, dk, dv = (g.contiguous() for g in backward(upstream.contiguous(), q, k, v, out, lse, scale))
+    return dq, dk, dv
+
+
+@attend_tiles_backward.register_fake
+def _(
+    upstream: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(
+    ctx: Any, upstream: torch.Tensor | None, _lse_upstream: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    gradients: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if upstream is not None:
+        gradients = attend_tiles_backward(upstream, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, None)
+
+
+attend_tiles.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,1 @@
+"""What tests share: samples, tiny models, references and workers; no tests."""
