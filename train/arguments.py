@@ -94,6 +94,17 @@ class ModelArguments:
         "--fp16). False leaves them to torch.compile.",
     )
 
+    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = option(
+        "auto",
+        "How a mixture of experts is multiplied: grouped_mm (one grouped product), batched_mm or eager (a loop over "
+        "experts). auto leaves it to transformers: grouped_mm.",
+    )
+    router_loss_coef: float = option(
+        0.0,
+        "Weight of a mixture of experts' balance loss, taken over the whole optimizer step; 0: none. With gradient "
+        "accumulation each micro-batch is run forward once more, about a quarter more time.",
+    )
+
     def __post_init__(self) -> None:
         parts = (self.vision_path, self.llm_path)
         if self.model_name_or_path is None and None in parts:
@@ -105,6 +116,8 @@ class ModelArguments:
         for name in ("use_backbone_lora", "use_llm_lora"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} {getattr(self, name)}: give the rank of LoRA, or 0 for none")
+        if not self.router_loss_coef >= 0.0:
+            raise UserError(f"--router_loss_coef {self.router_loss_coef}: give 0 or more")
         if self.loss_chunk < 1:
             raise UserError(f"--loss_chunk {self.loss_chunk}: give at least 1 token")
         if self.vision_micro_tiles is not None and self.vision_micro_tiles < 1:

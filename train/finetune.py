@@ -129,6 +129,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.ranks import Ranks
+    from train.router_loss import RouterLoss
     from train.sample_log import SampleLog
     from train.saving import Saving
     from train.trainer import PackTrainer
@@ -184,6 +185,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         resume_ignore_options=args.resume_ignore_options,
         saving=saving,
         ranks=ranks,
+        router_loss=RouterLoss(model_args.router_loss_coef, ranks.processes) if model.routing is not None else None,
         also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
     )
     progress.install(trainer, "packed" if data_args.use_packed_ds else "padded")

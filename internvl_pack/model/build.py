@@ -20,6 +20,7 @@ from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
 from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, is_zero3
+from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
@@ -49,6 +50,8 @@ def build_model(
     compile: bool = False,
     compile_recompute: str = "language",
     fused_vision: bool = True,
+    experts_implementation: str = "auto",
+    router_loss_coef: float = 0.0,
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
     freeze_llm: bool = False,
@@ -76,6 +79,8 @@ def build_model(
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
         fused_vision: and the vision tower's layers as vision/fused.py writes them out, where they can be.
+        experts_implementation: one of experts.EXPERTS.
+        router_loss_coef: above 0, forwards in training give the sums of a balance loss (experts.RoutingSums).
         force_image_size, down_sample_ratio: what the data is made for. Position embeddings are resized to the first;
             the second is checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
@@ -98,6 +103,11 @@ def build_model(
     check_fit(model.config, tokenizer, down_sample_ratio)
     use_tile_attention(model, select_kernel(attn_kernel, device, compute_dtype or dtype))
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
+    if router_loss_coef:
+        packed.balance_routers()
+    choose_experts(packed.language_model, experts_implementation)
+    if is_zero3(packed):
+        gather_experts_together(packed.language_model)
     check_vision_micro_tiles(packed)
     if drop_path_rate:
         if not packed.has_vision:
