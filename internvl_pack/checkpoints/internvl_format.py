@@ -35,6 +35,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "InternLM2ForCausalLM": "llama",
 }
@@ -235,7 +236,7 @@ def _settings_of(family: str) -> set[str]:
     own -= {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"layer_types", "rope_parameters"}
     own |= {"rope_theta", "rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"}
     own.add("head_dim")  # read by all families, declared by some
-    return own | ({"num_experts"} if family == "qwen3_moe" else set())
+    return own | {"qwen3_moe": {"num_experts"}, "gpt_oss": {"layer_types"}}.get(family, set())
 
 
 def original_config(config: Any, dtype: torch.dtype | None = None, **changes: Any) -> dict[str, Any]:
@@ -353,13 +354,16 @@ _RUNTIME = (
 
 
 def published(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A native state dict under the names of published files: views, with the experts of a mixture one by one."""
+    """A native state dict under the names of published files: views, with the experts of Qwen3-MoE one by one.
+
+    GPT-OSS's, which have biases, are published as they are.
+    """
     out = {}
-    for name, tensor in state.items():
-        prefix, new = next(((p, n) for p, n in _RUNTIME if name.startswith(p)), ("", ""))
-        name = new + name.removeprefix(prefix)
+    for stored, tensor in state.items():
+        prefix, new = next(((p, n) for p, n in _RUNTIME if stored.startswith(p)), ("", ""))
+        name = new + stored.removeprefix(prefix)
         path, dot, kind = name.rpartition(".experts.")
-        if not dot or kind not in ("gate_up_proj", "down_proj"):
+        if not dot or kind not in ("gate_up_proj", "down_proj") or f"{stored}_bias" in state:
             out[name] = tensor
             continue
         for expert, weight in enumerate(tensor):  # gate_up_proj (experts, 2 x inner, hidden)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Language models whose decoder layers compile without a break outside attention.
-COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama"})
+COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
 #: Values of --compile_recompute: the layers that keep nothing cheap for the backward pass.
 RECOMPUTE = ("none", "language", "all")

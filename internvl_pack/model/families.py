@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UserError
 
-KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama"})
+KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
 STATEFUL = frozenset(
     {
