@@ -213,10 +213,25 @@ def _num_new_tokens(llm_path: str | Path, tokenizer: Any) -> int:
 def _from_pretrained(
     model_class: Any, path: str | Path, option: str, implementation: str | dict[str, str], dtype: torch.dtype
 ) -> PreTrainedModel:
+    options: dict[str, Any] = {}
+    if _quantised_as(path) == "mxfp4":  # as GPT-OSS is published; only whole weights can be trained
+        from transformers import Mxfp4Config
+
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
-        return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation, **options)
     except OSError as error:
         raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+
+
+def _quantised_as(path: str | Path) -> str | None:
+    from transformers import PreTrainedConfig
+
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError:
+        return None
+    return (content.get("quantization_config") or {}).get("quant_method")
 
 
 def check_loadable(**paths: str | Path | None) -> None:

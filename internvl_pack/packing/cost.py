@@ -79,9 +79,10 @@ class CostModel:
         merged = round(width / shrink**2)
         projector = merged * hidden + hidden * hidden
         times = _FORWARD_AND_BACKWARD * _FLOPS
+        full, windows = attention_reach(text)
         return cls(
-            token=times * matrices,
-            attention=times * layers * queries,  # scores and values, halved by the causal mask
+            token=times * (matrices + 2 * windows * queries),
+            attention=times * full * queries,  # scores and values, halved by the causal mask
             tile=times * (patches * tower + 2 * depth * width * patches**2 + round(side**2 * shrink**2) * projector),
         )
 
@@ -102,6 +103,16 @@ class CostModel:
         if not isinstance(config, Mapping):
             raise UserError(f"{path} holds no JSON object: give a model's config.json")
         return cls.from_config(config)
+
+
+def attention_reach(text: Mapping[str, Any]) -> tuple[int, int]:
+    """(layers whose queries see all of their segment before them, sum of the windows of the others).
+
+    A window counts in full: segments are taken to be longer.
+    """
+    kinds = text.get("layer_types") or ["full_attention"] * _number(text, "num_hidden_layers")
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    return len(kinds) - sliding, sliding * int(text.get("sliding_window") or 0)
 
 
 def feed_forward_rows(text: Mapping[str, Any]) -> int:
