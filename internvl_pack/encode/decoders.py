@@ -300,6 +300,8 @@ def _to_rgb(image: PillowImage, background: tuple[int, int, int] | None) -> np.n
     if mode == "F":
         return _grey(_floats_to_bytes(np.asarray(image)))
     as_rgb = _opaque_rgb
+    if background is None:
+        image.info.pop("transparency", None)  # of no use any more, and Pillow warns of it
     if background is not None and image.has_transparency_data:
         as_rgb = partial(_on_background, background=background)
         if mode == "P":

@@ -215,7 +215,7 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if _quantised_as(path) == "mxfp4":  # as GPT-OSS is published; only whole weights can be trained
-        from transformers import Mxfp4Config
+        from transformers.utils.quantization_config import Mxfp4Config
 
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:

@@ -77,10 +77,11 @@ class RoutingSums:
         self._is_real: torch.Tensor | None = None
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collects = False
+        add = torch.compiler.disable(self._add)  # what it keeps would be guarded on, a graph for each layer
         for block in blocks:
             router = _router(block)
             assert router is not None, "what makes it a block of experts"
-            router.register_forward_hook(self._add)
+            router.register_forward_hook(add)
 
     def begin(self, is_real: torch.Tensor) -> None:
         """Of the forward that follows; `is_real` (tokens,) is true where a token counts."""
@@ -96,7 +97,6 @@ class RoutingSums:
         self._collects = False
         return torch.stack(counts), torch.stack(probabilities)
 
-    @torch._dynamo.disable  # what it keeps would be guarded on, a graph for each layer
     def _add(self, router: nn.Module, args: Any, output: Any) -> None:
         if self._is_real is None or not router.training:
             return

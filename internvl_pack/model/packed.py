@@ -208,17 +208,17 @@ class PackedModel(nn.Module):
         if self.has_vision:
             embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens, part)
         places = None if position_ids is None else part.take(position_ids)
-        collects_routing = self.routing is not None and self.training
-        if collects_routing:
+        routing = self.routing if self.training else None
+        if routing is not None:
             given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
-            self.routing.begin(part.take(real_tokens(input_ids, *given), False))
+            routing.begin(part.take(real_tokens(input_ids, *given), False))
         hidden = self._decode(embeddings, places, part, attention_mask)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
         output = PackedOutput()
-        if collects_routing:
-            output.router_counts, output.router_probabilities = self.routing.take()
+        if routing is not None:
+            output.router_counts, output.router_probabilities = routing.take()
         if routing_only:
             return output
         if labels is not None:

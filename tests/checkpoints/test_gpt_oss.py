@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 from helpers.model_samples import mixed_segments, packed_batch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from internvl_pack.checkpoints.internvl_format_files import convert_to_native, convert_to_original, save_original
 from internvl_pack.model.build import build_model
-from internvl_pack.tiny import tiny_internvl
+from internvl_pack.tiny import save_tiny_checkpoint, tiny_internvl, tiny_text_config
 
 #: Of one decoder layer, as GptOssForCausalLM stores them.
 LAYER = {
@@ -84,3 +85,32 @@ def test_it_is_converted_there_and_back(folder, tmp_path, tokenizer):
     convert_to_original(tmp_path / "hf", tmp_path / "back", None, "1GB")
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(t, after[n]) for n, t in before.items())
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def test_a_published_language_model_in_4_bits_is_taken_whole(tmp_path, tokenizer):
+    """MXFP4: blocks of 32 values, two in a byte, the lower half first, and a power of two for each block."""
+    model = AutoModelForCausalLM.from_config(tiny_text_config("gpt_oss", vocab_size=len(tokenizer)))
+    model.save_pretrained(tmp_path / "llm")
+    weights, expected = load_file(tmp_path / "llm" / "model.safetensors"), {}
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 128, (experts, outer, inner // 32), dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+        values = torch.cat([FP4, -FP4])[pairs] * 2.0 ** (scales.float() - 127)[..., None]
+        expected[name] = values.flatten(2).transpose(1, 2)
+    save_file(weights, tmp_path / "llm" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "llm" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "llm" / "config.json").write_text(json.dumps(config))
+    vision = save_tiny_checkpoint(tmp_path / "vision", tokenizer)
+    packed = build_model(tokenizer=tokenizer, vision_path=vision, llm_path=tmp_path / "llm", device="cpu")
+    parameters = packed.language_model.named_parameters()
+    found = {name: parameter for name, parameter in parameters if name.endswith(("gate_up_proj", "down_proj"))}
+    assert len(found) == 4
+    for name, parameter in found.items():
+        assert parameter.requires_grad and torch.equal(parameter.float(), expected[f"model.{name}"]), name
