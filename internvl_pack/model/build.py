@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_original, is_original
 from ..checkpoints.internvl_format_files import load_original, load_original_vision, local_folder
-from ..checkpoints.lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
 from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, is_zero3
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
+from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
-from .parts import vision_layers
 from .resize import fit_vocabulary, resize_positions
 from .vision import add_drop_path, use_tile_attention
 
@@ -318,65 +316,3 @@ def check_vision_micro_tiles(packed: PackedModel) -> None:
             f"--vision_micro_tiles {packed.vision_micro_tiles} with ZeRO-3: ranks with different numbers of tiles "
             "would wait for each other; leave it out, or use --deepspeed zero_stage1 or zero_stage2"
         )
-
-
-# --- what is trained ------------------------------------------------------------------------------
-
-
-def freeze(
-    packed: PackedModel,
-    *,
-    freeze_llm: bool = False,
-    freeze_backbone: bool = False,
-    freeze_mlp: bool = False,
-    unfreeze_vit_layers: int = 0,
-    use_backbone_lora: int = 0,
-    use_llm_lora: int = 0,
-) -> None:
-    """Set requires_grad in InternVL's order, so that later options override earlier ones.
-
-    Raises:
-        UserError: nothing would be trained, or an option for a vision side the model has not.
-    """
-    vision_options = {"use_backbone_lora": use_backbone_lora, "unfreeze_vit_layers": unfreeze_vit_layers}
-    if not packed.has_vision and (given := [name for name, value in vision_options.items() if value]):
-        raise UserError(f"--{given[0]}: the model has no vision tower")
-    vision, projector = packed.vision_modules or (nn.Module(), nn.Module())
-    language = (packed.language_model, packed.get_output_embeddings())
-    if freeze_backbone:
-        vision.requires_grad_(False)
-    if freeze_llm:
-        _freeze_all(language)
-    if use_backbone_lora:
-        add_lora(vision, use_backbone_lora, VISION_TARGETS, "use_backbone_lora")
-    if use_llm_lora:
-        _freeze_all(language)
-        add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
-    if freeze_mlp:
-        projector.requires_grad_(False)
-    if unfreeze_vit_layers:
-        layers = vision_layers(vision)
-        if unfreeze_vit_layers >= len(layers):
-            raise UserError(
-                f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to {len(layers) - 1}"
-            )
-        for layer in layers[unfreeze_vit_layers:]:
-            layer.requires_grad_(True)
-    for layer in unused_vision_layers(packed):
-        layer.requires_grad_(False)
-    if not any(p.requires_grad for p in packed.parameters()):
-        raise UserError("nothing is left to train: leave out one of --freeze_llm, --freeze_backbone, --freeze_mlp")
-
-
-def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
-    """Layers after the one whose features are taken (InternVL's select_layer): no gradient ever reaches them."""
-    if not packed.has_vision or not isinstance(packed.config.vision_feature_layer, int):
-        return []
-    layers = vision_layers(packed.vision_modules[0])
-    used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
-    return list(layers[used if used >= 0 else len(layers) + 1 + used :])
-
-
-def _freeze_all(modules: tuple[nn.Module, ...]) -> None:
-    for module in modules:
-        module.requires_grad_(False)

@@ -41,7 +41,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tup
     *row, kernel = rest
     forward = KERNELS[kernel].forward
     assert forward is not None, "called for kernels that have one"
-    out, lse = forward(q, k, v, _row(*row))
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = forward(q, k, v, _row(*row))
     return out.contiguous(), lse.contiguous()
 
 
@@ -60,7 +61,8 @@ def attend_backward(upstream: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, t
     *tensors, cu_seqlens, max_seqlen, scale, window, kernel = rest
     backward = KERNELS[kernel].backward
     assert backward is not None, "a kernel with a forward has a backward"
-    gradients = backward(upstream.contiguous(), *tensors, _row(cu_seqlens, max_seqlen, scale, window))
+    with torch.autocast(upstream.device.type, enabled=False):
+        gradients = backward(upstream.contiguous(), *tensors, _row(cu_seqlens, max_seqlen, scale, window))
     dq, dk, dv = (g.to(t.dtype).contiguous() for g, t in zip(gradients, tensors[:3], strict=True))
     return dq, dk, dv
 

@@ -43,7 +43,7 @@ def ring_attention(
         raise ValueError(
             f"ring attention has no sliding windows, the layer has one of {row.window} tokens: use ulysses"
         )
-    with torch.autocast(q.device.type, enabled=False):  # the reference computes in float32
+    with torch.autocast(q.device.type, enabled=False):
         return _Ring.apply(q, k, v, row, group, kernel)
 
 

@@ -55,8 +55,8 @@ class Kernel:
         run: run(q, k, v, row) -> out, with its gradient; the row is causal.
         problem: of a device: None if the kernel runs there, else why not and what to do instead.
         half_only: whether q, k, v must be float16 or bfloat16.
-        forward: forward(q, k, v, row) -> out, lse, without a gradient. lse is the log-sum-exp of the scores, float32
-            (Hq, N). None where a compiled layer is to call `run` between two graphs.
+        forward: forward(q, k, v, row) -> out, lse, without a gradient, called outside of autocast. lse is the
+            log-sum-exp of the scores, float32 (Hq, N). None where a compiled layer is to call `run` between two graphs.
         backward: backward(upstream, q, k, v, out, lse, row) -> gradients of q, k and v, in their types or float32. out
             and lse may be those of more keys than the row's: probabilities are then the row's share of them, and the
             gradients of all rows that made them add up to the exact ones (blocks.py).

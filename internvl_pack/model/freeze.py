@@ -1,0 +1,69 @@
+"""What is trained: frozen parts, LoRA, and vision layers that are trained all the same."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..checkpoints.lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from ..errors import UserError
+from .packed import PackedModel
+from .parts import vision_layers
+
+
+def freeze(
+    packed: PackedModel,
+    *,
+    freeze_llm: bool = False,
+    freeze_backbone: bool = False,
+    freeze_mlp: bool = False,
+    unfreeze_vit_layers: int = 0,
+    use_backbone_lora: int = 0,
+    use_llm_lora: int = 0,
+) -> None:
+    """Set requires_grad in InternVL's order, so that later options override earlier ones.
+
+    Raises:
+        UserError: nothing would be trained, or an option for a vision side the model has not.
+    """
+    vision_options = {"use_backbone_lora": use_backbone_lora, "unfreeze_vit_layers": unfreeze_vit_layers}
+    if not packed.has_vision and (given := [name for name, value in vision_options.items() if value]):
+        raise UserError(f"--{given[0]}: the model has no vision tower")
+    vision, projector = packed.vision_modules or (nn.Module(), nn.Module())
+    language = (packed.language_model, packed.get_output_embeddings())
+    if freeze_backbone:
+        vision.requires_grad_(False)
+    if freeze_llm:
+        _freeze_all(language)
+    if use_backbone_lora:
+        add_lora(vision, use_backbone_lora, VISION_TARGETS, "use_backbone_lora")
+    if use_llm_lora:
+        _freeze_all(language)
+        add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
+    if freeze_mlp:
+        projector.requires_grad_(False)
+    if unfreeze_vit_layers:
+        layers = vision_layers(vision)
+        if unfreeze_vit_layers >= len(layers):
+            raise UserError(
+                f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to {len(layers) - 1}"
+            )
+        for layer in layers[unfreeze_vit_layers:]:
+            layer.requires_grad_(True)
+    for layer in unused_vision_layers(packed):
+        layer.requires_grad_(False)
+    if not any(p.requires_grad for p in packed.parameters()):
+        raise UserError("nothing is left to train: leave out one of --freeze_llm, --freeze_backbone, --freeze_mlp")
+
+
+def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
+    """Layers after the one whose features are taken (InternVL's select_layer): no gradient ever reaches them."""
+    if not packed.has_vision or not isinstance(packed.config.vision_feature_layer, int):
+        return []
+    layers = vision_layers(packed.vision_modules[0])
+    used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
+    return list(layers[used if used >= 0 else len(layers) + 1 + used :])
+
+
+def _freeze_all(modules: tuple[nn.Module, ...]) -> None:
+    for module in modules:
+        module.requires_grad_(False)
