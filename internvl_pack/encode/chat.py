@@ -167,6 +167,7 @@ class Framed:
         if turns[0].role != "system":
             parts += self._default_system
         if self._skip_first_answer and turns[0].role == "gpt":
+            parts.append(Part("end", "gpt"))  # each turn has its end, whatever there is of it
             turns = turns[1:]
         for number, (role, pieces) in enumerate(turns, 1):
             frame = self._frames[role]
