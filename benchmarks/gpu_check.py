@@ -1,4 +1,4 @@
-"""Are the attention kernels right on this machine? Forward and backward, alone and inside a model.
+"""Are the attention kernels right on this machine? Forward and backward, alone, with sinks, and inside a model.
 
     python benchmarks/gpu_check.py                       # every kernel that runs here
     python benchmarks/gpu_check.py --kernels flash_attn varlen
@@ -18,6 +18,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from internvl_pack.batch.collate import packed_collate_fn
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
+from internvl_pack.model.attention.sinks import attend_with_sinks, masked_attention_with_sinks
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.packed import PackedModel
@@ -42,6 +44,7 @@ from internvl_pack.tiny import tiny_internvl, tiny_tokenizer
 FACTOR = 2.0  # times the error of bfloat16 SDPA, a sample at a time
 SEGMENT_ERROR = 0.05  # of the row's mean size, for each segment by itself: a leak is of order 1
 TENSORS = ("out", "dq", "dk", "dv")
+PARTS = ("kernels", "sinks", "model")
 
 # Heads of query and key-value, head size: the language models of InternVL3-1B and -8B.
 SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128), "Llama-8B": (32, 8, 128)}
@@ -111,6 +114,55 @@ def check_kernels(kernels: list[str], device: torch.device, small: bool) -> int:
                 ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True)) and segment <= SEGMENT_ERROR
                 cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
                 table.row(shape, window or "-", name, *cells, f"{segment:.1e}", table.verdict(ok))
+    return table.failures
+
+
+# --- attention sinks ------------------------------------------------------------------------------
+
+GPT_OSS = (64, 8, 64, 128)  # heads of query and key-value, head size, window of every other layer
+SINK_TENSORS = (*TENSORS, "dsinks")
+
+
+def sinks_one_by_one(lengths: list[int], window: int | None) -> Callable:
+    """Attention written out with one more logit, a sample at a time."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, row: Row) -> torch.Tensor:
+        parts = [
+            [t.transpose(0, 1)[None] for t in parts]
+            for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        ]
+        outs = [masked_attention_with_sinks(*part, sinks, None, row.scale_of(q), window)[0] for part in parts]
+        return torch.cat(outs)
+
+    return run
+
+
+def check_sinks(kernels: list[str], device: torch.device, small: bool) -> int:
+    """GPT-OSS-20B's heads on a row: each kernel's log-sum-exp with sinks, forward and backward."""
+    lengths = SMALL_LENGTHS if small else [n for n in LENGTHS if n <= 2049]  # scores are written out
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    heads, kv_heads, dim, sliding = (4, 2, 16, 16) if small else GPT_OSS
+    print(f"\nAttention sinks, {heads} heads of {dim}, {sum(lengths)} tokens in {len(lengths)} segments")
+    table = Table(("window", 7), ("kernel", 16), *((t, 19) for t in SINK_TENSORS), ("segment", 8), ("", 6))
+    for window in (None, sliding):
+        torch.manual_seed(0)
+        inputs = [
+            torch.randn(sum(lengths), h, dim, device=device, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads)
+        ]
+        inputs.append(torch.linspace(-4, 8, heads, device=device, dtype=torch.bfloat16))
+        upstream = torch.randn(sum(lengths), heads, dim, device=device, dtype=torch.bfloat16)
+        row = Row(cu_seqlens, max(lengths), dim**-0.5, window)
+        by_sample = sinks_one_by_one(lengths, window)
+        expected = run_kernel(by_sample, [t.float() for t in inputs], upstream, row)
+        base = [relative(g, e) for g, e in zip(run_kernel(by_sample, inputs, upstream, row), expected, strict=True)]
+        table.row(window or "-", "bf16 one by one", *(f"{b:.2e}" for b in base))
+        for name in kernels:
+            got = run_kernel(partial(attend_with_sinks, KERNELS[name]), inputs, upstream, row)
+            errors = [relative(g, e) for g, e in zip(got, expected, strict=True)]
+            segment = max(worst_segment(g, e, lengths) for g, e in zip(got[:4], expected[:4], strict=True))
+            ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True)) and segment <= SEGMENT_ERROR
+            cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
+            table.row(window or "-", name, *cells, f"{segment:.1e}", table.verdict(ok))
     return table.failures
 
 
@@ -266,7 +318,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", nargs="+", help="default: every kernel that runs on the device")
-    parser.add_argument("--parts", nargs="+", choices=("kernels", "model"), default=["kernels", "model"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     device = torch.device(args.device)
     small = device.type != "cuda"
@@ -283,6 +335,7 @@ def main() -> int:
         f"{versions(device)}\nkernels: {', '.join(kernels)}; --attn_kernel auto is {select_kernel('auto', device).name}"
     )
     failures = check_kernels(kernels, device, small) if "kernels" in args.parts else 0
+    failures += check_sinks(kernels, device, small) if "sinks" in args.parts else 0
     failures += check_model(kernels, device, small) if "model" in args.parts else 0
     print(f"\n{failures} of the rows failed" if failures else "\nall rows passed")
     return 1 if failures else 0

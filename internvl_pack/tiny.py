@@ -87,7 +87,7 @@ def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
 
 
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
-LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
+LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
 
 
 def tiny_text_config(
@@ -113,6 +113,8 @@ def tiny_text_config(
     }
     if llm == "qwen3_moe":
         settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    if llm == "gpt_oss":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     return AutoConfig.for_model(llm, **(settings | overrides))
 
 

@@ -181,7 +181,7 @@ def test_the_tokenizer_handed_in_is_not_changed(tokenizer):
 
 
 def test_an_unknown_style_names_the_option_and_the_known_ones(tokenizer):
-    with pytest.raises(UserError, match=r"conv_style is 'no_such': choose one of chat_template, internvl2_5") as error:
+    with pytest.raises(UserError, match=r"conv_style is 'no_such': choose one of Hermes-2, chat_template") as error:
         Encoder(tokenizer, EncodeConfig(conv_style="no_such"))
     assert "\n" not in str(error.value)
 

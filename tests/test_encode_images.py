@@ -121,29 +121,34 @@ def test_the_first_frame_of_an_animation_counts(shared_dir):
 # --- modes
 
 
-def test_transparency_shows_white_paper():
+def on_white(data: bytes) -> list:
+    return rgb_of(data, background=(255, 255, 255)).tolist()
+
+
+def test_transparency_shows_the_background_by_option():
     """Half transparent colours mix with it; what lies under a transparent pixel does not show."""
     pixels = np.zeros((1, 3, 4), np.uint8)
     pixels[0] = [(255, 0, 0, 0), (0, 0, 255, 255), (0, 0, 0, 128)]
-    assert rgb_of(file_of(pixels)).tolist() == [[[255, 255, 255], [0, 0, 255], [127, 127, 127]]]
+    assert on_white(file_of(pixels)) == [[[255, 255, 255], [0, 0, 255], [127, 127, 127]]]
+    assert rgb_of(file_of(pixels), background=(0, 200, 0)).tolist() == [[[0, 200, 0], [0, 0, 255], [0, 100, 0]]]
     grey = Image.fromarray(pixels, "RGBA").convert("LA")
-    assert rgb_of(file_of(grey))[0, 0].tolist() == [255, 255, 255]
+    assert on_white(file_of(grey))[0][0] == [255, 255, 255]
 
 
-def test_palettes_with_transparency_show_white_paper():
+def test_palettes_with_transparency_show_the_background_by_option():
     image = Image.new("P", (4, 4), 1)
     image.putpalette([255, 0, 0, 0, 255, 0])
     image.putpixel((0, 0), 0)
-    opaque, by_index, by_table = (rgb_of(file_of(image, transparency=t)) for t in (None, 0, bytes([0, 128])))
-    assert opaque[0, 0].tolist() == [255, 0, 0] and opaque[1, 1].tolist() == [0, 255, 0]
-    assert by_index[0, 0].tolist() == [255, 255, 255] and by_index[1, 1].tolist() == [0, 255, 0]
-    assert by_table[0, 0].tolist() == [255, 255, 255] and by_table[1, 1].tolist() == [127, 255, 127]
+    opaque, by_index, by_table = (on_white(file_of(image, transparency=t)) for t in (None, 0, bytes([0, 128])))
+    assert opaque[0][0] == [255, 0, 0] and opaque[1][1] == [0, 255, 0]
+    assert by_index[0][0] == [255, 255, 255] and by_index[1][1] == [0, 255, 0]
+    assert by_table[0][0] == [255, 255, 255] and by_table[1][1] == [127, 255, 127]
 
 
-def test_a_colour_key_shows_white_paper():
+def test_a_colour_key_shows_the_background_by_option():
     image = Image.new("RGB", (2, 1), (10, 20, 30))
     image.putpixel((1, 0), (1, 2, 3))
-    assert rgb_of(file_of(image, transparency=(10, 20, 30))).tolist() == [[[255, 255, 255], [1, 2, 3]]]
+    assert on_white(file_of(image, transparency=(10, 20, 30))) == [[[255, 255, 255], [1, 2, 3]]]
 
 
 def test_one_bit_is_black_and_white():
@@ -622,7 +627,7 @@ def test_pngs_of_every_kind_are_pillows_when_whole_and_refused_when_short(interl
 
             with Image.open(io.BytesIO(png(stream))) as image:
                 image.load()
-            assert np.array_equal(rgb_of(png(stream)), decoders._to_rgb(image))
+            assert np.array_equal(rgb_of(png(stream)), decoders._to_rgb(image, None))
             for cut in {1, widths[-1] + 1, len(stream)}:
                 assert reason_of(png(stream[:-cut])) in {"image_truncated", "image_corrupt"}, (width, height, cut)
 
@@ -632,7 +637,7 @@ def test_opaque_and_transparent_bands_of_one_picture_are_told_apart():
     pixels = np.full((1300, 700, 4), (200, 100, 50, 255), dtype=np.uint8)
     pixels[400:800, :, 3] = 0
     pixels[800:, :, 3] = 128
-    found = rgb_of(file_of(Image.fromarray(pixels), "PNG"))
+    found = rgb_of(file_of(Image.fromarray(pixels), "PNG"), background=(255, 255, 255))
     assert np.array_equal(found[:400], np.full((400, 700, 3), (200, 100, 50)))
     assert (found[400:800] == 255).all()
     assert np.abs(found[800:].astype(int) - np.array([227, 177, 152])).max() <= 1

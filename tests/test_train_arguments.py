@@ -162,7 +162,6 @@ def tiny(tmp_path_factory, tokenizer) -> str:
 
 WITH_A_MODEL = [
     (["--conv_style", "vicuna"], "conv_style is 'vicuna'"),
-    (["--force_image_size", "448"], "--force_image_size 448"),
     (["--force_image_size", "60"], "--force_image_size 60"),
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--use_packed_ds", "True", "--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
@@ -218,9 +217,9 @@ def test_under_torchrun_the_mistake_is_told_once():
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        (["--overwrite_output_dir", "True", "--bf16", "True"], ["--bf16", "True"]),
+        (["--use_custom_flash_attn", "True", "--bf16", "True"], ["--bf16", "True"]),
         (["--bf16", "True", "--group_by_length"], ["--bf16", "True"]),
-        (["--overwrite_output_dir=True", "--fp16"], ["--fp16"]),
+        (["--use_liger=True", "--fp16"], ["--fp16"]),
         (["--warmup_ratio", "0.03"], ["--warmup_steps", "0.03"]),
         (["--warmup-ratio=0.03"], ["--warmup_steps=0.03"]),
         (["--evaluation_strategy", "no"], ["--eval_strategy", "no"]),
@@ -280,6 +279,21 @@ def test_shipped_configs_are_found_by_name(name, tmp_path, monkeypatch):
     assert find_deepspeed_config(name) == CONFIGS / "zero_stage1.json"
     (tmp_path / name).write_text("{}")
     assert find_deepspeed_config(name) == Path(name), "a file of the user's comes first"
+
+
+@pytest.mark.parametrize(
+    "name, shipped",
+    [
+        ("zero_stage2_config.json", "zero_stage2"),
+        ("zero_stage3_config_34b.json", "zero_stage3"),
+        ("zero_stage3_config_100b.json", "zero_stage3"),
+        ("zero_stage3_config_100b_1e8.json", "zero_stage3"),
+        ("zero_stage3_config_100b_1e7_offload.json", "zero_stage3_offload"),
+    ],
+)
+def test_every_name_of_internvls_configs_is_one_shipped_here(name, shipped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_deepspeed_config(name) == CONFIGS / f"{shipped}.json"
 
 
 def test_a_config_in_a_folder_that_is_not_there_is_a_mistake():

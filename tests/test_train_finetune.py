@@ -154,9 +154,9 @@ def test_isolation_is_proved_before_the_first_step_where_that_is_asked_for(train
     assert "isolation" in capsys.readouterr().err
 
 
-def test_tiles_of_another_size_than_the_model_s_are_refused(train, capsys):
-    assert train("--force_image_size", "112") == 2
-    assert "--force_image_size 112" in capsys.readouterr().err
+def test_tiles_of_another_size_than_the_model_s_resize_its_positions(train, capsys):
+    assert train("--force_image_size", "28", "--max_steps", "1", "--save_strategy", "no") == 0
+    assert "position embeddings resized from tiles of 56 to 28 pixels" in "".join(capsys.readouterr())
 
 
 # --- quarantine.jsonl -----------------------------------------------------------------------------

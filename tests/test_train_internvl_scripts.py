@@ -189,9 +189,8 @@ srun -p ${PARTITION} \
 """
 SCRIPTS = {"full": FULL, "lora": LORA, "packed": PACKED}
 DROPPED_IN = {
-    "full": {"use_fast_tokenizer", "overwrite_output_dir", "vision_select_layer", "group_by_length", "ps_version"},
-    "packed": {"overwrite_output_dir", "vision_select_layer", "group_by_length", "ps_version", "allow_overflow"}
-    | {"split_annotations"},
+    "full": {"use_fast_tokenizer", "vision_select_layer", "group_by_length", "ps_version"},
+    "packed": {"vision_select_layer", "group_by_length", "ps_version", "allow_overflow"} | {"split_annotations"},
 }
 DROPPED_IN["lora"] = DROPPED_IN["full"]
 RENAMED_IN = {"full": {"warmup_ratio", "evaluation_strategy"}, "packed": {"evaluation_strategy"}}

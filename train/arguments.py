@@ -94,6 +94,17 @@ class ModelArguments:
         "--fp16). False leaves them to torch.compile.",
     )
 
+    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = option(
+        "auto",
+        "How a mixture of experts is multiplied: grouped_mm (one grouped product), batched_mm or eager (a loop over "
+        "experts). auto leaves it to transformers: grouped_mm.",
+    )
+    router_loss_coef: float = option(
+        0.0,
+        "Weight of a mixture of experts' balance loss, taken over the whole optimizer step; 0: none. With gradient "
+        "accumulation each micro-batch is run forward once more, about a quarter more time.",
+    )
+
     def __post_init__(self) -> None:
         parts = (self.vision_path, self.llm_path)
         if self.model_name_or_path is None and None in parts:
@@ -105,6 +116,8 @@ class ModelArguments:
         for name in ("use_backbone_lora", "use_llm_lora"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} {getattr(self, name)}: give the rank of LoRA, or 0 for none")
+        if not self.router_loss_coef >= 0.0:
+            raise UserError(f"--router_loss_coef {self.router_loss_coef}: give 0 or more")
         if self.loss_chunk < 1:
             raise UserError(f"--loss_chunk {self.loss_chunk}: give at least 1 token")
         if self.vision_micro_tiles is not None and self.vision_micro_tiles < 1:
@@ -147,6 +160,10 @@ class DataTrainingArguments:
     )
     allow_truncated_images: bool = option(False, "Accept image files that are cut off, the missing part grey.")
     apply_exif_orientation: bool = option(True, "Turn photographs upright as their EXIF orientation says.")
+    transparent_background: str | None = option(
+        None,
+        "Colour (white, #ff8800) that transparent pixels are composited on. Default: alpha is dropped, as in InternVL.",
+    )
     normalize_type: Literal["imagenet", "clip", "siglip"] = option(
         "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
     )
@@ -324,6 +341,7 @@ class DataTrainingArguments:
             max_image_pixels=self.max_image_pixels,
             allow_truncated_images=self.allow_truncated_images,
             apply_exif_orientation=self.apply_exif_orientation,
+            transparent_background=self.transparent_background,
         )
 
 
@@ -385,6 +403,11 @@ class PackTrainingArguments(TrainingArguments):
         "With LoRA: save the whole model, LoRA merged into its weights (and the adapters in the folder adapter); "
         "False: the adapters alone, for peft.",
     )
+    overwrite_output_dir: bool = option(
+        False,
+        "Start anew although output_dir holds checkpoints, whose places those of this run take. False: go on from the "
+        "newest complete one. --resume_from_checkpoint says otherwise.",
+    )
     resume_ignore_options: bool = option(
         False, "Resume although options that the order of packs depends on have changed: the order then differs."
     )
@@ -410,6 +433,8 @@ class PackTrainingArguments(TrainingArguments):
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
         if self.save_only_model and self.resume_from_checkpoint:
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
+        if self.resume_from_checkpoint is None and not (self.overwrite_output_dir or self.save_only_model):
+            self.resume_from_checkpoint = "auto"
         if self.sequence_parallel_size < 1:
             check_world(1, self.sequence_parallel_size)
         check_mode(self.sequence_parallel_mode)
@@ -486,8 +511,9 @@ def find_deepspeed_config(name: str) -> Path:
     if path.is_file():
         return path
     shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
-    # InternVL's scripts say zero_stage1_config.json, and zero_stage3_config_34b.json for larger models.
-    stem = re.sub(r"_config(_\d+b)?$", "", path.stem)
+    # InternVL's scripts say zero_stage1_config.json, and for larger models zero_stage3_config_34b.json,
+    # zero_stage3_config_100b_1e8.json or zero_stage3_config_100b_1e7_offload.json.
+    stem = re.sub(r"_config(_\d+b)?(_\de\d)?(?=$|_offload$)", "", path.stem)
     if stem in shipped and path.parent == Path("."):
         return shipped[stem]
     raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")

@@ -121,13 +121,14 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
 
     from internvl_pack.checkpoints.internvl_format_files import chat_style
     from internvl_pack.combinations import check_combinations
-    from internvl_pack.model.build import build_model
+    from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
     from train.callbacks import Epochs, FirstPacks, IsolationCheck, PackingReport, RunOptions
     from train.quarantine import Quarantine
     from train.ranks import Ranks
+    from train.router_loss import RouterLoss
     from train.sample_log import SampleLog
     from train.saving import Saving
     from train.trainer import PackTrainer
@@ -146,6 +147,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     packing = balanced_by_the_model(packing, model_args, data_args)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
+    check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, ranks)
@@ -182,6 +184,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
         resume_ignore_options=args.resume_ignore_options,
         saving=saving,
         ranks=ranks,
+        router_loss=RouterLoss(model_args.router_loss_coef, ranks.processes) if model.routing is not None else None,
         also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
     )
     progress.install(trainer, "packed" if data_args.use_packed_ds else "padded")
@@ -356,7 +359,10 @@ def find_checkpoint(value: str | None, output_dir: str) -> str | None:
         complete = (path.parent for path in Path(output_dir).glob(f"checkpoint-*/{PACKING_STATE}"))
         numbered = [path for path in complete if path.name.partition("-")[2].isdigit()]
         newest = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
-        return None if newest is None else str(newest)
+        if newest is None:
+            return None
+        logger.info("going on from %s; --overwrite_output_dir True starts anew", newest)
+        return str(newest)
     if not (Path(value) / PACKING_STATE).is_file():
         raise UserError(
             f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"

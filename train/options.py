@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
 #: Flags of older scripts that have no effect any more, and why leaving them out is right.
 DROPPED = {
-    "overwrite_output_dir": "an output folder is never emptied, see --resume_from_checkpoint",
     "group_by_length": "--use_packed_ds True makes rows of equal length",
     "allow_overflow": "budgets are never exceeded, longer samples follow --oversize",
     "pad2square": "images are cut by their shape or resized",
@@ -33,6 +32,7 @@ DROPPED = {
     "length_path": "lengths are counted from the data",
     "split_annotations": "rows are read where they lie, no rank loads all annotations",
     "unfreeze_lm_head": "the head is trained or frozen with the language model",
+    "use_custom_flash_attn": "packed attention takes the fastest kernel there is, see --attn_kernel",
     "use_liger": "--loss_kernel auto takes liger-kernel's loss where it is installed",
 }
 
@@ -53,8 +53,14 @@ REFUSED: dict[str, Callable[[str], str | None]] = {
     "vision_select_layer": _unless("-1", "the checkpoint's config says which layer: set vision_feature_layer there"),
     "unfreeze_lm_head": _if_true("the head is trained with the language model: use --freeze_llm False"),
 }
+#: What preference optimisation needs that is not here.
+PREFERENCES = (
+    "preference optimisation (MPO, DPO) is not done here: it needs pairs of a chosen and a rejected answer and the "
+    "model it began with as a reference; train the chosen answers as conversations instead, without this flag"
+)
 #: Flags that would train something else, whatever their value, and what to do.
 GONE = {
+    **dict.fromkeys(("sigmoid_loss_weight", "bco_pair_loss_weight", "loss_type", "rpo_alpha"), PREFERENCES),
     "mlp_path": "a projector is not loaded from a file of its own: put its weights (mlp1) into the checkpoint, or "
     "train one with --vision_path and --llm_path",
 }
@@ -118,7 +124,20 @@ def modernise(argv: Sequence[str]) -> list[str]:
     Raises:
         UserError: a flag, or the value of one, that would train something else.
     """
+    words, notes = translate(argv)
+    for note in notes:
+        logger.warning("%s", note)
+    return words
+
+
+def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the command line with the flags of older scripts renamed or left out, a line for each of them).
+
+    Raises:
+        UserError: a flag, or the value of one, that would train something else.
+    """
     words: list[str] = []
+    notes: list[str] = []
     i = 0
     while i < len(argv):
         flag, equals, value = argv[i].partition("=")
@@ -132,15 +151,15 @@ def modernise(argv: Sequence[str]) -> list[str]:
                 given.append(argv[i])
                 i += 1
             check_dropped(name, " ".join(given) or "True")
-            logger.warning("--%s has no effect here and is ignored: %s", name, DROPPED[name])
+            notes.append(f"--{name} has no effect here and is ignored: {DROPPED[name]}")
             continue
         if name in RENAMED:
-            logger.warning("--%s is now --%s", name, RENAMED[name])
+            notes.append(f"--{name} is now --{RENAMED[name]}")
             words.append(argv[i].replace(flag, f"--{RENAMED[name]}", 1))
         else:
             words.append(argv[i])
         i += 1
-    return words
+    return words, notes
 
 
 def check_dropped(name: str, value: str) -> None:

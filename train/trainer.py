@@ -43,6 +43,7 @@ from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .interruption import StopRequest
 from .ranks import Ranks
+from .router_loss import RouterLoss
 from .sample_log import batch_ids
 from .saving import Saving
 
@@ -61,6 +62,7 @@ MODEL_KEYS = (
     "attention_mask",
     "num_loss_tokens",
     "num_image_tokens",
+    "num_real_tokens",
 )
 _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
 _VECTOR = ("loss_weight", "has_data", "failed", "capacity", *_COUNTS)
@@ -79,6 +81,7 @@ class PackTrainer(Trainer):
         eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
         saving: how the model is written; default: as a native checkpoint, LoRA merged in.
         ranks: the place of this process; default: every process has rows of its own.
+        router_loss: the balance loss of a model whose routers are balanced.
         also_saved: what else `packing_state.json` holds, for whoever goes on from it.
 
     Attributes:
@@ -99,6 +102,7 @@ class PackTrainer(Trainer):
         saving: Saving | None = None,
         ranks: Ranks | None = None,
         also_saved: Mapping[str, Any] | None = None,
+        router_loss: RouterLoss | None = None,
         **kwargs: Any,
     ) -> None:
         if eval_loader is not None:
@@ -109,6 +113,7 @@ class PackTrainer(Trainer):
         self.saving = saving or Saving()
         self.ranks = ranks or Ranks.here()
         self.also_saved = dict(also_saved or {})
+        self.router_loss = router_loss
         self.sequence_group = getattr(model, "sequence_group", None)
         self.loss_reduction_all_gather = loss_reduction_all_gather
         self.resume_ignore_options = resume_ignore_options
@@ -193,6 +198,8 @@ class PackTrainer(Trainer):
         fillers = self.args.gradient_accumulation_steps - len(batches)
         batches += [self.loader.filler_batch() for _ in range(fillers)]
         self.metrics.begin_step(figures, time.perf_counter() - started)
+        if self.router_loss is not None:
+            self.router_loss.begin_step(batches, figures["num_real_tokens"])
         self.step_sample_ids = [i for batch in batches for i in batch_ids(batch)]
         # Gradients are averaged over all processes afterwards, and those that share a row each have a part of its sum:
         # hence the division. A step in which nothing is supervised has a zero sum: any normaliser gives zero.
@@ -289,12 +296,18 @@ class PackTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         normalizer = self._normalizer if num_items_in_batch is None else num_items_in_batch
+        if self.router_loss is not None:
+            self.router_loss.before_forward(model, self._prepare_inputs)
         outputs = model(**inputs, loss_normalizer=normalizer)
+        if self.router_loss is not None:
+            outputs.loss = outputs.loss + self.router_loss.of(outputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.metrics.since_last_log())
+            if self.router_loss is not None and (router_loss := self.router_loss.last()) is not None:
+                logs["router_loss"] = router_loss
         super().log(logs, start_time)
 
     # -- evaluation ------------------------------------------------------------------------------------

@@ -35,9 +35,18 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "InternLM2ForCausalLM": "llama",
 }
+#: Language models of published InternVLs that are refused, and why.
+REFUSED = {
+    "InternLM3ForCausalLM": "InternLM3 (InternVL3-9B) has its tokenizer as code of the checkpoint's folder only, which "
+    "is not run",
+    "Phi3ForCausalLM": "Phi-3 (InternVL2-4B, Mini-InternVL-4B) chooses its rotary factors by the longest sample of a "
+    "row, so that a sample's result would depend on its neighbours",
+}
+FLASH = ("gating.", "mlp2.")  # the router and the second projector of InternVL3.5-Flash
 INTERNLM2_ROPE = frozenset({"dynamic", "linear"})
 VISION_RMS_EPS = 1e-6  # of the native tower's q and k norms, which do not read the config
 
@@ -48,6 +57,29 @@ VISION_RMS_EPS = 1e-6  # of the native tower's q and k norms, which do not read 
 def is_original(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is InternVLChatModel's."""
     return config.get("model_type") == MODEL_TYPE or ARCHITECTURE in (config.get("architectures") or ())
+
+
+def check_original(original: Mapping[str, Any]) -> None:
+    """Refuse by its config.json alone a model that the native one cannot compute, before its weights are fetched.
+
+    Raises:
+        UserError: naming the kind of model, or the key of config.json.
+    """
+    _refuse_what_differs(original)
+    _llm_architecture(original["llm_config"])
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse by the names of its weights a model whose config.json does not tell.
+
+    Raises:
+        UserError: an InternVL3.5-Flash.
+    """
+    if any(name.startswith(FLASH) for name in names):
+        raise UserError(
+            "a Flash model of InternVL3.5: it chooses between 256 and 64 tokens for each tile (weights gating and "
+            "mlp2), which is not done here; take the model of the same size without -Flash"
+        )
 
 
 def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
@@ -114,6 +146,8 @@ def _refuse_what_differs(original: Mapping[str, Any]) -> None:
 def _refuse_vision(vision: Mapping[str, Any]) -> None:
     if (kind := vision.get("model_type", VISION_TYPE)) != VISION_TYPE:
         raise UserError(f"config.json: vision_config.model_type is {kind!r}, only {VISION_TYPE} is known")
+    if vision.get("use_moe"):
+        raise UserError("config.json: vision_config.use_moe is true: a vision tower of experts is not computed here")
     if vision.get("norm_type", "rms_norm") not in ("rms_norm", "layer_norm"):
         raise UserError(f"config.json: vision_config.norm_type is {vision['norm_type']!r}, not rms_norm or layer_norm")
     if vision.get("qk_normalization", True) and vision.get("layer_norm_eps", 1e-6) != VISION_RMS_EPS:
@@ -162,6 +196,8 @@ def _native_vision(vision: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llm_architecture(llm: Mapping[str, Any]) -> str:
     architecture = next(iter(llm.get("architectures") or ()), None)
+    if architecture in REFUSED:
+        raise UserError(f"config.json: llm_config.architectures is {architecture!r}: {REFUSED[architecture]}")
     if architecture not in FAMILIES:
         raise UserError(
             f"config.json: llm_config.architectures is {architecture!r}: known are {', '.join(sorted(FAMILIES))}"
@@ -200,7 +236,7 @@ def _settings_of(family: str) -> set[str]:
     own -= {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"layer_types", "rope_parameters"}
     own |= {"rope_theta", "rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"}
     own.add("head_dim")  # read by all families, declared by some
-    return own | ({"num_experts"} if family == "qwen3_moe" else set())
+    return own | {"qwen3_moe": {"num_experts"}, "gpt_oss": {"layer_types"}}.get(family, set())
 
 
 def original_config(config: Any, dtype: torch.dtype | None = None, **changes: Any) -> dict[str, Any]:
@@ -318,13 +354,16 @@ _RUNTIME = (
 
 
 def published(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A native state dict under the names of published files: views, with the experts of a mixture one by one."""
+    """A native state dict under the names of published files: views, with the experts of Qwen3-MoE one by one.
+
+    GPT-OSS's, which have biases, are published as they are.
+    """
     out = {}
-    for name, tensor in state.items():
-        prefix, new = next(((p, n) for p, n in _RUNTIME if name.startswith(p)), ("", ""))
-        name = new + name.removeprefix(prefix)
+    for stored, tensor in state.items():
+        prefix, new = next(((p, n) for p, n in _RUNTIME if stored.startswith(p)), ("", ""))
+        name = new + stored.removeprefix(prefix)
         path, dot, kind = name.rpartition(".experts.")
-        if not dot or kind not in ("gate_up_proj", "down_proj"):
+        if not dot or kind not in ("gate_up_proj", "down_proj") or f"{stored}_bias" in state:
             out[name] = tensor
             continue
         for expert, weight in enumerate(tensor):  # gate_up_proj (experts, 2 x inner, hidden)

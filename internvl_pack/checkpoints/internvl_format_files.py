@@ -19,7 +19,7 @@ import torch
 from ..errors import UserError
 from . import internvl_format
 from .internvl_format import Weight, published
-from .weight_files import SHARD_SIZE, LazyWeights, named, write_weights
+from .weight_files import SHARD_SIZE, LazyWeights, indexed_names, named, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +98,11 @@ def local_folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        described = Path(snapshot_download(str(name), allow_patterns=["*.json"]))
+        internvl_format.check_names(indexed_names(described))
         return Path(snapshot_download(str(name), ignore_patterns=["*.md", "*.jpg", "*.png", "examples/*"]))
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
     except Exception as error:  # the hub's and the network's errors are of many kinds
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{name}: no such folder, and not to be had from the hub: {first}") from error
@@ -287,6 +291,10 @@ def _check_plan(
     plan: Mapping[str, Weight],
     shapes: Mapping[str, torch.Tensor],
 ) -> None:
+    try:
+        internvl_format.check_names(stored)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
     if missing := [name for name in plan if name not in stored]:
         raise UserError(f"{folder}: weights that its config.json asks for are missing: {named(missing)}")
     if unknown := [name for name in stored if name not in plan]:

@@ -69,6 +69,15 @@ class LazyWeights(Mapping[str, torch.Tensor]):
             raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
+def indexed_names(folder: str | Path) -> list[str]:
+    """Names of the weights by the index beside them, which is read without them; none where they are in one file."""
+    for single in _SINGLE:
+        index = Path(folder, f"{single}.index.json")
+        if index.is_file():
+            return list(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
+    return []
+
+
 def _load_bin(path: Path) -> dict[str, torch.Tensor]:
     """Tensors alone: anything else that a pickle could hold is refused by torch."""
     try:

@@ -72,6 +72,7 @@ def add_encoding(group: Any, *, cut: bool = False) -> None:
     option(group, "max_image_pixels", int, None, "width x height above which an image is refused")
     flag(group, "allow_truncated_images", "accept images that are cut off or damaged")
     option(group, "apply_exif_orientation", boolean, True, "turn photographs upright")
+    option(group, "transparent_background", str, None, "colour that transparent pixels are composited on")
 
 
 def encode_config(args: argparse.Namespace, conv_style: str | None = None) -> Any:
@@ -93,6 +94,7 @@ def encode_config(args: argparse.Namespace, conv_style: str | None = None) -> An
         max_image_pixels=EncodeConfig.max_image_pixels if limit is None else limit,
         allow_truncated_images=args.allow_truncated_images,
         apply_exif_orientation=args.apply_exif_orientation,
+        transparent_background=args.transparent_background,
     )
 
 

@@ -11,7 +11,7 @@ can never be mistaken for structure. Templates are found by `conv_style` in a re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ INTERNVL2_5_SYSTEM_PROMPT = (
 class Turn(NamedTuple):
     """One turn. `pieces` is its text, cut where its images stand: an image lies between each two pieces."""
 
-    role: str  # "system", "human" or "gpt"
+    role: str  # "system", "human", "gpt", "function" or "pretrain"
     pieces: tuple[str, ...]
 
 
@@ -51,10 +51,10 @@ class Part(NamedTuple):
 
 IMAGE = Part("image", None)
 
-_CHATML_ROLES = {"system": "system", "human": "user"}
-
 
 class ChatTemplate(Protocol):
+    """How a conversation is written. One that knows turns from `function` names all its roles in `roles`."""
+
     def layout(self, turns: list[Turn]) -> list[Part]:
         """The parts of a conversation. Raises SampleError where the template cannot write it."""
         ...
@@ -75,17 +75,23 @@ def register_template(conv_style: str) -> Callable[[_Factory], _Factory]:
 
 
 def known_templates() -> tuple[str, ...]:
-    load_plugins()
+    _register_all()
     return tuple(sorted(_TEMPLATES))
 
 
 def make_template(conv_style: str, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Build the template of a `conv_style`; UserError for an unknown name or an unsuitable tokenizer."""
     if conv_style not in _TEMPLATES:
-        load_plugins()
+        _register_all()
     if conv_style not in _TEMPLATES:
         raise UserError(f"conv_style is {conv_style!r}: choose one of {', '.join(known_templates())}")
     return _TEMPLATES[conv_style](tokenizer)
+
+
+def _register_all() -> None:
+    from internvl_pack.encode import formats  # noqa: F401  its import registers; it is made of this module's classes
+
+    load_plugins()
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, token: str, conv_style: str) -> int:
@@ -99,53 +105,147 @@ def single_token(tokenizer: PreTrainedTokenizerBase, token: str, conv_style: str
     return token_id
 
 
-class ChatML:
-    """`<|im_start|>role` newline, the text, `<|im_end|>` newline, a turn.
+class Frame(NamedTuple):
+    """What a template writes around the turns of a role.
 
-    Each turn is encoded on its own. An answer is encoded apart from its header, as generation sees it; other turns
-    together with the header's plain text, as preprocess_internvl2_5 of InternVL does. Trained are an answer and its
-    `<|im_end|>`: not the header, not the newline after the turn. An answer of nothing but white space is not trained.
+    before: in front, tokenized by itself, not trained.
+    text: in front, encoded together with the text of the turn, as its first words.
+    opening: of an answer, between `before` and its text, trained: what generation must write itself.
+    end: behind, trained with an answer.
+    last: `end` of the last turn where it is another one.
+    between: behind all that, never trained.
+    """
+
+    before: str = ""
+    text: str = ""
+    opening: str = ""
+    end: str = ""
+    last: str | None = None
+    between: str = ""
+
+
+class Framed:
+    """Each turn in the frame of its role, encoded on its own.
+
+    An answer is encoded apart from its frame, as generation sees it; other turns together with the plain text before
+    them, as InternVL's own preprocessing does. Trained are an answer, its `opening` and its `end`. An answer of nothing
+    but white space is not trained.
+
+    Args:
+        frames: of "system", "human", "gpt", and of "function" where the format has it.
+        system_prompt: of conversations without a system turn; None writes none.
+        strip: take white space off both ends of the turns' texts.
+        lstrip: off their beginnings.
+        skip_first_answer: leave out an answer that the conversation begins with.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, conv_style: str = "internvl2_5"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        frames: Mapping[str, Frame],
+        system_prompt: str | None,
+        *,
+        strip: bool = False,
+        lstrip: bool = False,
+        skip_first_answer: bool = False,
     ) -> None:
-        start = single_token(tokenizer, "<|im_start|>", conv_style)
-        end = single_token(tokenizer, "<|im_end|>", conv_style)
-
-        def fixed(text: str, *before: int) -> np.ndarray:
-            return np.array([*before, *tokenizer(text, add_special_tokens=False).input_ids], dtype=np.int32)
-
-        self._start = Part("ids", fixed("", start))
-        self._answer_header = Part("ids", fixed("assistant\n", start))
-        self._end = {trained: Part("ids", fixed("", end), trained) for trained in (True, False)}
-        self._newline = Part("ids", fixed("\n"))
-        self._default_system = []
+        self.roles = frozenset(frames)
+        self._frames = dict(frames)
+        self._strip, self._lstrip, self._skip_first_answer = strip, lstrip, skip_first_answer
+        self._bos = bos_of(tokenizer)
+        texts = {text for frame in frames.values() for text in (*frame, "") if text is not None}
+        self._fixed = {text: ids_of(tokenizer, text) for text in texts}
+        self._default_system: list[Part] = []
         if system_prompt is not None:
-            header = Part("ids", fixed(f"system\n{system_prompt}", start))
-            self._default_system = [header, self._end[False], self._newline, Part("end", "system")]
-        self._bos = []
-        # Asked by doing: add_bos_token does not say it of a tokenizer that was saved and loaded again.
-        if tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
-            self._bos = [Part("ids", fixed("", tokenizer.bos_token_id))]
+            frame = frames["system"]
+            whole = ids_of(tokenizer, f"{frame.before}{frame.text}{system_prompt}{frame.end}{frame.between}")
+            self._default_system = [Part("ids", whole), Part("end", "system")]
 
     def layout(self, turns: list[Turn]) -> list[Part]:
         """The parts of a conversation: each turn's frame, its text, its images. See ChatTemplate."""
         parts = [*self._bos]
         if turns[0].role != "system":
             parts += self._default_system
-        for role, pieces in turns:
-            if role == "gpt":
-                (answer,) = pieces
-                trained = bool(answer.strip())
-                parts += (self._answer_header, Part("text", answer, trained), self._end[trained])
-            else:
-                parts += (self._start, Part("text", f"{_CHATML_ROLES[role]}\n{pieces[0]}"))
-                for piece in pieces[1:]:
-                    parts += (IMAGE, Part("text", piece))
-                parts.append(self._end[False])
-            parts += (self._newline, Part("end", role))
+        if self._skip_first_answer and turns[0].role == "gpt":
+            parts.append(Part("end", "gpt"))  # each turn has its end, whatever there is of it
+            turns = turns[1:]
+        for number, (role, pieces) in enumerate(turns, 1):
+            frame = self._frames[role]
+            end = frame.last if frame.last is not None and number == len(turns) else frame.end
+            if self._strip:
+                pieces = trimmed(pieces)
+            elif self._lstrip:
+                pieces = (pieces[0].lstrip(), *pieces[1:])
+            trained = role == "gpt" and bool(pieces[0].strip())
+            self._add(parts, frame.before, False)
+            self._add(parts, frame.opening, trained)
+            parts.append(Part("text", frame.text + pieces[0], trained))
+            for piece in pieces[1:]:
+                parts += (IMAGE, Part("text", piece))
+            self._add(parts, end, trained)
+            self._add(parts, frame.between, False)
+            parts.append(Part("end", role))
         return parts
+
+    def _add(self, parts: list[Part], text: str, trained: bool) -> None:
+        if text:
+            parts.append(Part("ids", self._fixed[text], trained))
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """int32 ids of what a template writes, control tokens included."""
+    return np.array(tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    """The token that a sequence of this tokenizer begins with, if there is one."""
+    # Asked by doing: add_bos_token does not say it of a tokenizer that was saved and loaded again.
+    if tokenizer.bos_token_id is None or tokenizer("").input_ids[:1] != [tokenizer.bos_token_id]:
+        return []
+    return [Part("ids", np.array([tokenizer.bos_token_id], dtype=np.int32))]
+
+
+class ChatML(Framed):
+    """`<|im_start|>role` newline, the text, `<|im_end|>` newline, a turn: `preprocess_internvl2_5` of InternVL.
+
+    Trained are an answer and its `<|im_end|>`: not the header, not the newline after the turn.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, conv_style: str = "internvl2_5"
+    ) -> None:
+        for token in ("<|im_start|>", "<|im_end|>"):
+            single_token(tokenizer, token, conv_style)
+        super().__init__(tokenizer, chatml_frames(between="\n"), system_prompt)
+
+
+def chatml_frames(between: str) -> dict[str, Frame]:
+    """Frames of ChatML; `between` stands after each turn's `<|im_end|>`."""
+    around = {"end": "<|im_end|>", "between": between}
+    return {
+        "system": Frame("<|im_start|>", "system\n", **around),
+        "human": Frame("<|im_start|>", "user\n", **around),
+        "gpt": Frame("<|im_start|>assistant\n", **around),
+    }
+
+
+class PlainText:
+    """A text without turns, all of it trained but its images: records whose one turn is from `pretrain`.
+
+    As `preprocess_pretrain` of InternVL 3.5, whatever the chat format. Nothing is written around it but the token that
+    a sequence of the tokenizer begins with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._bos = bos_of(tokenizer)
+
+    def layout(self, turns: list[Turn]) -> list[Part]:
+        ((role, pieces),) = turns
+        trained = any(piece.strip() for piece in pieces)
+        parts = [*self._bos, Part("text", pieces[0], trained)]
+        for piece in pieces[1:]:
+            parts += (IMAGE, Part("text", piece, trained))
+        return [*parts, Part("end", role)]
 
 
 @register_template("internvl2_5")
@@ -227,7 +327,7 @@ class TokenizerTemplate:
             filled = self._STAND_IN.split(rendered)  # text, number, text, ...: the numbers' places
             filled[1::2] = [shown[int(number)] for number in filled[1::2]]
             if actual == "".join(filled):
-                return [_trimmed(turn.pieces) if trim else turn.pieces for turn in turns]
+                return [trimmed(turn.pieces) if trim else turn.pieces for turn in turns]
         raise SampleError("chat_template_rewrites", "the chat template changes the text of a turn")
 
     def _learn(self, roles: tuple[str, ...]) -> tuple[str, list[Part]]:
@@ -290,7 +390,7 @@ def _append_text(parts: list[Part], text: str, trained: bool) -> None:
         parts.append(Part("text", text, trained))
 
 
-def _trimmed(pieces: tuple[str, ...]) -> tuple[str, ...]:
+def trimmed(pieces: tuple[str, ...]) -> tuple[str, ...]:
     """The pieces of a turn whose text, images included, was stripped at both ends."""
     pieces = (pieces[0].lstrip(), *pieces[1:])
     return (*pieces[:-1], pieces[-1].rstrip())

@@ -7,27 +7,45 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from internvl_pack.encode.chat import Turn
 from internvl_pack.errors import SampleError
 
 PLACEHOLDER = "<image>"
 
-_ROLES = {"system": "system", "human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt"}
+_ROLES = {
+    "system": "system",
+    "human": "human",
+    "user": "human",
+    "gpt": "gpt",
+    "assistant": "gpt",
+    "function": "function",
+    "pretrain": "pretrain",
+}
+#: Roles that every chat format can write. `pretrain` needs none.
+COMMON_ROLES = frozenset({"system", "human", "gpt", "pretrain"})
+#: Roles in whose text `<image>` is a placeholder.
+IMAGE_ROLES = frozenset({"human", "pretrain"})
 
 #: A placeholder (or a run of them) at the border of a line: where annotations put images, and prose rarely puts a tag.
 _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
 _VIDEO_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<video>|<video>[^\S\n]*$", re.MULTILINE)
 
 
-def turns_of(data: Mapping) -> list[tuple[str, str]]:
-    """(role, text) of each turn, roles as "system", "human", "gpt".
+def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple[str, str]]:
+    """(role, text) of each turn, roles as "system", "human", "gpt", and those of `roles` beside them.
 
-    Raises SampleError `no_conversation`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
-    `system_turn_not_first`.
+    Raises SampleError `no_conversation`, `preference_data`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
+    `system_turn_not_first`, `pretrain_turn_not_alone`.
     """
     conversation = data.get("conversations")
+    if "chosen" in data and "rejected" in data:
+        raise SampleError(
+            "preference_data",
+            "fields 'chosen' and 'rejected' are for preference optimisation (MPO, DPO), which is not done here: "
+            "write the chosen answer into 'conversations' to train on it",
+        )
     if not isinstance(conversation, list) or not conversation:
         raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
     turns: list[tuple[str, str]] = []
@@ -38,12 +56,13 @@ def turns_of(data: Mapping) -> list[tuple[str, str]]:
             )
         name = turn["from"] if "from" in turn else turn.get("role")
         role = _ROLES.get(name) if isinstance(name, str) else None
-        if role is None:
-            raise SampleError(
-                "unknown_role", f"turn {number} has the role {_short(name)}: known are {', '.join(sorted(_ROLES))}"
-            )
+        if role is None or role not in roles:
+            known = ", ".join(sorted(name for name, role in _ROLES.items() if role in roles))
+            raise SampleError("unknown_role", f"turn {number} has the role {_short(name)}: known are {known}")
         if role == "system" and turns:
             raise SampleError("system_turn_not_first", f"turn {number} is a system turn; only the first one may be")
+        if role == "pretrain" and len(conversation) > 1:
+            raise SampleError("pretrain_turn_not_alone", f"turn {number} of {len(conversation)} is a pretrain turn")
         turns.append((role, _text_of(turn["value"] if "value" in turn else turn.get("content"), number)))
     return turns
 
@@ -69,15 +88,15 @@ def image_names_of(data: Mapping) -> list[str]:
 
 
 def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
-    """Cut the human turns where images stand.
+    """Cut the human turns, or the pretrain turn, where images stand.
 
-    `<image>` counts in human turns only. With as many as images, each is one, in order. With images and no `<image>`,
+    `<image>` counts in those turns only. With as many as images, each is one, in order. With images and no `<image>`,
     all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
     text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing.
 
     Raises SampleError `placeholder_mismatch`.
     """
-    human = [text for role, text in turns if role == "human"]
+    human = [text for role, text in turns if role in IMAGE_ROLES]
     found = sum(text.count(PLACEHOLDER) for text in human)
     if num_images == 0:
         if found and any(_AT_LINE_BORDER.search(text) for text in human):
@@ -87,7 +106,7 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
         return [Turn(role, (text,)) for role, text in turns]
     if found == 0:
         for index, (role, text) in enumerate(turns):
-            if role == "human":
+            if role in IMAGE_ROLES:
                 turns = [*turns[:index], (role, f"{PLACEHOLDER}\n" * num_images + text), *turns[index + 1 :]]
                 break
         else:
@@ -97,7 +116,7 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
             "placeholder_mismatch",
             f"{_counted(found, 'placeholder')} <image> in human turns for {_counted(num_images, 'image')}",
         )
-    return [Turn(role, tuple(text.split(PLACEHOLDER)) if role == "human" else (text,)) for role, text in turns]
+    return [Turn(role, tuple(text.split(PLACEHOLDER)) if role in IMAGE_ROLES else (text,)) for role, text in turns]
 
 
 def _text_of(value: object, number: int) -> str:

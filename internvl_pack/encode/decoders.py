@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +47,13 @@ _pillow_lock = threading.Lock()
 
 
 def decode_rgb(
-    name: str, data: bytes, header: Header, target: tuple[int, int] | None = None, *, allow_truncated: bool = False
+    name: str,
+    data: bytes,
+    header: Header,
+    target: tuple[int, int] | None = None,
+    *,
+    allow_truncated: bool = False,
+    background: tuple[int, int, int] | None = None,
 ) -> tuple[np.ndarray, int]:
     """(pixels, scale): the first frame as stored, not turned upright, (height, width, 3) uint8, writable.
 
@@ -60,6 +67,7 @@ def decode_rgb(
         target: (width, height) in stored orientation that the pixels will be resized to. A JPEG much larger than
             that comes at a fraction of its size.
         allow_truncated: accept damaged and cut-off files, what is missing grey or black.
+        background: RGB that transparent pixels are composited on. None drops alpha, as Pillow's `convert("RGB")` does.
 
     Raises SampleError: `image_truncated`, `image_corrupt`, `image_mode`, `image_too_large`.
     """
@@ -77,7 +85,7 @@ def decode_rgb(
             raise SampleError("image_truncated", "shorter than its own header says")
         elif header.format == "GIF" and not allow_truncated and not _gif_is_whole(data):
             raise SampleError("image_truncated", "the file ends before its last block does")
-        return _decode_by_pillow(data, header.format, allow_truncated), 1
+        return _decode_by_pillow(data, header.format, allow_truncated, background), 1
     except SampleError as error:
         raise SampleError(error.reason, f"{name}: {error.detail}") from None
     except ImportError:  # of a package, not of this image
@@ -264,7 +272,9 @@ def _lenient_pillow() -> Iterator[None]:
             ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> np.ndarray:
+def _decode_by_pillow(
+    data: bytes, pillow_name: str, allow_truncated: bool, background: tuple[int, int, int] | None
+) -> np.ndarray:
     with _lenient_pillow() if allow_truncated else nullcontext(), quiet(pillow_name):
         image = open_by_pillow(pillow_name, data)
         # Pillow takes a PNG stream that ends well but early for a picture, with the rest as it was before.
@@ -276,10 +286,10 @@ def _decode_by_pillow(data: bytes, pillow_name: str, allow_truncated: bool) -> n
     )
     if unwritten and not _png_has_all_rows(data):
         raise SampleError("image_truncated", "its pixel data ends before the picture does")
-    return _to_rgb(image)
+    return _to_rgb(image, background)
 
 
-def _to_rgb(image: PillowImage) -> np.ndarray:
+def _to_rgb(image: PillowImage, background: tuple[int, int, int] | None) -> np.ndarray:
     """Any Pillow mode to (height, width, 3) uint8.
 
     Band by band, so that what lies between the decoded image and the result stays in the cache and out of memory.
@@ -289,9 +299,14 @@ def _to_rgb(image: PillowImage) -> np.ndarray:
         return _grey(_integers_to_bytes(np.asarray(image)))
     if mode == "F":
         return _grey(_floats_to_bytes(np.asarray(image)))
-    if mode == "P" and image.has_transparency_data:
-        _make_palette_opaque(image)
-    as_rgb = _on_white if image.has_transparency_data else _plain_rgb
+    as_rgb = _opaque_rgb
+    if background is None:
+        image.info.pop("transparency", None)  # of no use any more, and Pillow warns of it
+    if background is not None and image.has_transparency_data:
+        as_rgb = partial(_on_background, background=background)
+        if mode == "P":
+            _make_palette_opaque(image, background)
+            as_rgb = _opaque_rgb
     pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
@@ -309,17 +324,23 @@ def _grey(levels: np.ndarray) -> np.ndarray:
     return np.repeat(levels[:, :, None], 3, axis=2)
 
 
-def _plain_rgb(image: PillowImage) -> PillowImage:
+def _opaque_rgb(image: PillowImage) -> PillowImage:
+    """The colours without alpha: what lies under transparent pixels shows."""
     if image.mode == "RGB":
         return image
+    if image.mode in _WITHOUT_PREMULTIPLICATION:  # the only way on that Pillow knows
+        image = image.convert(_WITHOUT_PREMULTIPLICATION[image.mode])
     try:
         return image.convert("RGB")
     except ValueError as error:
         raise SampleError("image_mode", f"pixels of mode {image.mode}: {error}") from None
 
 
-def _on_white(image: PillowImage) -> PillowImage:
-    """Transparent pixels show white paper, half transparent ones are mixed with it."""
+_WITHOUT_PREMULTIPLICATION = {"La": "LA", "RGBa": "RGBA"}
+
+
+def _on_background(image: PillowImage, background: tuple[int, int, int]) -> PillowImage:
+    """Transparent pixels show the background, half transparent ones are mixed with it."""
     from PIL import Image
 
     if image.mode == "La":
@@ -329,14 +350,14 @@ def _on_white(image: PillowImage) -> PillowImage:
     least, most = alpha.getextrema()
     if least == 255:
         return rgba.convert("RGB")
-    paper = Image.new("RGB", rgba.size, (255, 255, 255))
+    paper = Image.new("RGB", rgba.size, background)
     if most:
         paper.paste(rgba, mask=alpha)
     return paper
 
 
-def _make_palette_opaque(image: PillowImage) -> None:
-    """Give a palette image the colours that its transparent ones show on white."""
+def _make_palette_opaque(image: PillowImage, background: tuple[int, int, int]) -> None:
+    """Give a palette image the colours that its transparent ones show on a background."""
     from PIL import Image
 
     assert image.palette is not None, "a palette image"
@@ -346,7 +367,7 @@ def _make_palette_opaque(image: PillowImage) -> None:
     if colours.info["transparency"] is None:  # the palette itself has alpha
         del colours.info["transparency"]
     image.info.pop("transparency", None)
-    image.putpalette(_on_white(colours).tobytes(), "RGB")
+    image.putpalette(_on_background(colours, background).tobytes(), "RGB")
 
 
 def _integers_to_bytes(values: np.ndarray) -> np.ndarray:

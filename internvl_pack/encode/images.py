@@ -18,7 +18,7 @@ import numpy as np
 from internvl_pack.encode.decoders import decode_rgb
 from internvl_pack.encode.headers import HEAD_BYTES, Header, read_header
 from internvl_pack.encode.tiles import TileGrid
-from internvl_pack.errors import SampleError
+from internvl_pack.errors import SampleError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +33,31 @@ class ImageRules:
     max_image_pixels: width x height above which an image is refused from its header, undecoded.
     allow_truncated_images: decode what there is of a damaged or cut-off file, instead of refusing it.
     apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
+    background: RGB that transparent pixels are composited on; None drops alpha, as InternVL does.
     """
 
     max_image_pixels: int = 1 << 26  # 8192 x 8192: decoding stays under 2.2 GB
     allow_truncated_images: bool = False
     apply_exif_orientation: bool = True
+    background: tuple[int, int, int] | None = None
 
 
 DEFAULT_RULES = ImageRules()
+
+
+def colour_of(name: str) -> tuple[int, int, int]:
+    """RGB of a colour as CSS writes it: white, #ff8800, rgb(255, 136, 0).
+
+    Raises UserError.
+    """
+    from PIL import ImageColor
+
+    try:
+        return ImageColor.getrgb(name)[:3]
+    except ValueError:
+        raise UserError(
+            f"transparent_background is {name!r}: give a colour, such as white or '#ff8800', or leave it out"
+        ) from None
 
 
 def header_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES) -> Header:
@@ -112,7 +129,14 @@ def _decode(
     sideways = header.orientation >= 5
     target = (grid.rows, grid.columns) if sideways else (grid.columns, grid.rows)
     target = (target[0] * image_size, target[1] * image_size)
-    pixels, scale = decode_rgb(ref.name, data, header, target, allow_truncated=rules.allow_truncated_images)
+    pixels, scale = decode_rgb(
+        ref.name,
+        data,
+        header,
+        target,
+        allow_truncated=rules.allow_truncated_images,
+        background=rules.background,
+    )
     return pixels, header, scale
 
 

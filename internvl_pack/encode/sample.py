@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from internvl_pack.encode.augment import recompress
-from internvl_pack.encode.chat import Part, make_template, single_token
-from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
-from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, empty_tiles, image_size_of
+from internvl_pack.encode.chat import Part, PlainText, make_template, single_token
+from internvl_pack.encode.conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
+from internvl_pack.encode.images import (
+    ImageRules,
+    check_pixels,
+    colour_of,
+    decode_tiles,
+    empty_tiles,
+    image_size_of,
+)
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
 from internvl_pack.encode.video import (
@@ -51,6 +58,7 @@ class EncodeConfig:
     max_image_pixels: width x height above which an image is refused from its header.
     allow_truncated_images: accept damaged and cut-off image files, the missing part grey or black.
     apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
+    transparent_background: colour that transparent pixels are composited on; None drops alpha, as InternVL does.
     markup_tokens: special tokens that text may contain as tokens (grounding markup).
     """
 
@@ -66,6 +74,7 @@ class EncodeConfig:
     max_image_pixels: int = ImageRules().max_image_pixels
     allow_truncated_images: bool = False
     apply_exif_orientation: bool = True
+    transparent_background: str | None = None
     markup_tokens: tuple[str, ...] = MARKUP_TOKENS
 
     def __post_init__(self) -> None:
@@ -95,7 +104,8 @@ class EncodeConfig:
     @property
     def rules(self) -> ImageRules:
         """The options that concern an image by itself."""
-        return ImageRules(self.max_image_pixels, self.allow_truncated_images, self.apply_exif_orientation)
+        background = None if self.transparent_background is None else colour_of(self.transparent_background)
+        return ImageRules(self.max_image_pixels, self.allow_truncated_images, self.apply_exif_orientation, background)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,8 @@ class Encoder:
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         )
         self._template = make_template(config.conv_style, tokenizer)
+        self._roles = COMMON_ROLES | getattr(self._template, "roles", frozenset())
+        self._plain_text = PlainText(tokenizer)
         self._text = TextEncoder(tokenizer, config.markup_tokens)
         self.image_start_id, self.image_end_id, self.image_context_id = (
             single_token(tokenizer, token, config.conv_style) for token in ("<img>", "</img>", "<IMG_CONTEXT>")
@@ -175,14 +187,15 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
-        turns = turns_of(raw.data)
+        turns = turns_of(raw.data, self._roles)
         names = image_names_of(raw.data)
         video = video_of(raw.data)
         frames: tuple[PlannedFrame, ...] = ()
         if video is not None:
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
-        parts = self._template.layout(bind_images(turns, len(frames) or len(names)))
+        template = self._plain_text if turns[0][0] == "pretrain" else self._template
+        parts = template.layout(bind_images(turns, len(frames) or len(names)))
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
         images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)

@@ -107,6 +107,7 @@ class TextEncoder:
         from tokenizers import Tokenizer
 
         self._fast = Tokenizer.from_str(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        _go_on(self._fast)
         self._fast.encode_special_tokens = True  # not part of the JSON form: set at every load
         self._words = WordEncoder.for_tokenizer(self._layout, self._fast)
 
@@ -175,6 +176,18 @@ def _sharing_model(tokenizer: Tokenizer, added_tokens: list[dict]) -> Tokenizer 
         shared.add_tokens([AddedToken(token["content"], **options)])
     same = {token["id"]: token["content"] for token in added_tokens}
     return shared if {n: t.content for n, t in shared.get_added_tokens_decoder().items()} == same else None
+
+
+def _go_on(tokenizer: Tokenizer) -> None:
+    """Text of turns never begins a sequence: no space is put before it where a tokenizer does so at a beginning only.
+
+    Llama's does (`legacy` false). One that puts a space behind every control token goes on doing it.
+    """
+    from tokenizers.pre_tokenizers import Metaspace
+
+    before = tokenizer.pre_tokenizer
+    if isinstance(before, Metaspace) and before.prepend_scheme == "first":  # a new one: it may be shared
+        tokenizer.pre_tokenizer = Metaspace(before.replacement, prepend_scheme="never", split=before.split)
 
 
 def _with_special(tokenizer_json: str, structural: dict[str, int]) -> tuple[str, dict]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
+from internvl_pack.encode.conversation import IMAGE_ROLES
 from internvl_pack.encode.images import cut_tiles
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid
 from internvl_pack.errors import FarAwayError, SampleError, UserError
@@ -132,12 +133,12 @@ def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[
     Raises SampleError `placeholder_mismatch`.
     """
     lines = "".join(f"Frame-{k}: <image>\n" for k in range(1, num_frames + 1))
-    found = sum(text.count(_PLACEHOLDER) for role, text in turns if role == "human")
+    found = sum(text.count(_PLACEHOLDER) for role, text in turns if role in IMAGE_ROLES)
     if found > 1:
         raise SampleError("placeholder_mismatch", f"{found} placeholders <video> in human turns for 1 video")
     result, placed = [], False
     for role, text in turns:
-        if role == "human" and not placed:
+        if role in IMAGE_ROLES and not placed:
             if found == 0:
                 text, placed = lines + text, True
             elif _PLACEHOLDER in text:

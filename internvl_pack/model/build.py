@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE
+from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_original, is_original
 from ..checkpoints.internvl_format_files import load_original, load_original_vision, local_folder
-from ..checkpoints.tokenizers import image_token_id
+from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
 from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, is_zero3
-from .families import check_attention
+from .experts import choose_experts, gather_experts_together
+from .families import check_attention, check_kind
 from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
+from .resize import fit_vocabulary, resize_positions
 from .vision import add_drop_path, use_tile_attention
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def build_model(
     compile: bool = False,
     compile_recompute: str = "language",
     fused_vision: bool = True,
+    experts_implementation: str = "auto",
+    router_loss_coef: float = 0.0,
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
     freeze_llm: bool = False,
@@ -73,7 +77,10 @@ def build_model(
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
         fused_vision: and the vision tower's layers as vision/fused.py writes them out, where they can be.
-        force_image_size, down_sample_ratio: what the data is made for; checked against the model.
+        experts_implementation: one of experts.EXPERTS.
+        router_loss_coef: above 0, forwards in training give the sums of a balance loss (experts.RoutingSums).
+        force_image_size, down_sample_ratio: what the data is made for. Position embeddings are resized to the first;
+            the second is checked against the model.
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
         drop_path_rate: stochastic depth of the vision tower in training, of its last layer.
@@ -81,6 +88,7 @@ def build_model(
     Raises:
         UserError: names the option and what to do.
     """
+    check_loadable(model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
         model = _load(model_name_or_path, tokenizer, implementation, dtype)
@@ -88,9 +96,16 @@ def build_model(
         model = _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio or 0.5)
     else:
         raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
-    check_fit(model.config, tokenizer, force_image_size, down_sample_ratio)
+    if force_image_size is not None and hasattr(model.config, "vision_config"):
+        resize_positions(model, force_image_size)
+    check_fit(model.config, tokenizer, down_sample_ratio)
     use_tile_attention(model, select_kernel(attn_kernel, device, compute_dtype or dtype))
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
+    if router_loss_coef:
+        packed.balance_routers()
+    choose_experts(packed.language_model, experts_implementation)
+    if is_zero3(packed):
+        gather_experts_together(packed.language_model)
     check_vision_micro_tiles(packed)
     if drop_path_rate:
         if not packed.has_vision:
@@ -166,8 +181,7 @@ def _join(
     else:
         raise UserError(f"--vision_path {vision_path}: {kind!r} is no vision tower of InternVL")
     language: Any = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
-    if len(tokenizer) > language.config.vocab_size:
-        language.resize_token_embeddings(len(tokenizer))
+    fit_vocabulary(language, tokenizer, _num_new_tokens(llm_path, tokenizer))
     image_size, patch_size = vision.config.image_size[0], vision.config.patch_size[0]
     config = InternVLConfig(
         vision_config=vision.config,
@@ -186,18 +200,64 @@ def _join(
     return model
 
 
+def _num_new_tokens(llm_path: str | Path, tokenizer: Any) -> int:
+    """How many tokens the tokenizer has beyond the language model's own; 0 where that has none to compare with."""
+    try:
+        return max(0, len(tokenizer) - len(load_tokenizer(llm_path)))
+    except (OSError, ValueError):
+        return 0
+
+
 def _from_pretrained(
     model_class: Any, path: str | Path, option: str, implementation: str | dict[str, str], dtype: torch.dtype
 ) -> PreTrainedModel:
-    family = _model_type(path, option)
+    options: dict[str, Any] = {}
+    if _quantised_as(path) == "mxfp4":  # as GPT-OSS is published; only whole weights can be trained
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
-        check_attention(family)
-    except UserError as error:
-        raise UserError(f"--{option} {path}: {error}") from error
-    try:
-        return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation)
+        return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation, **options)
     except OSError as error:
         raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+
+
+def _quantised_as(path: str | Path) -> str | None:
+    from transformers import PreTrainedConfig
+
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError:
+        return None
+    return (content.get("quantization_config") or {}).get("quant_method")
+
+
+def check_loadable(**paths: str | Path | None) -> None:
+    """Refuse by its config.json a model that cannot be trained here, before anything else of it is fetched.
+
+    Args:
+        paths: model_name_or_path, or vision_path and llm_path; one whose config cannot be read is passed over.
+
+    Raises:
+        UserError: names the option and the kind of model.
+    """
+    from transformers import PreTrainedConfig
+
+    for option, path in paths.items():
+        if path is None:
+            continue
+        try:
+            content, _ = PreTrainedConfig.get_config_dict(path)
+        except OSError:
+            continue
+        try:
+            if option == "model_name_or_path" and is_original(content):
+                check_original(content)
+            elif option != "vision_path" and "model_type" in content:
+                check_attention(content["model_type"])
+                check_kind(content)
+        except UserError as error:
+            raise UserError(f"--{option} {path}: {error}") from error
 
 
 def _model_type(path: str | Path, option: str) -> str | None:
@@ -222,13 +282,11 @@ def _first_line(error: Exception) -> str:
 # --- do the parts fit -----------------------------------------------------------------------------
 
 
-def check_fit(
-    config: Any, tokenizer: Any, force_image_size: int | None = None, down_sample_ratio: float | None = None
-) -> None:
+def check_fit(config: Any, tokenizer: Any, down_sample_ratio: float | None = None) -> None:
     """Check that tokens, tiles and model mean the same things.
 
     Raises:
-        UserError: the tokenizer is another model's, or the tiles' size or reduction is not the model's.
+        UserError: the tokenizer is another model's, or the tiles' reduction is not the model's.
     """
     vocabulary = config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
@@ -243,9 +301,6 @@ def check_fit(
             f"<IMG_CONTEXT> is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
             "use the checkpoint's own tokenizer"
         )
-    sizes = set(config.vision_config.image_size)
-    if force_image_size is not None and sizes != {force_image_size}:
-        raise UserError(f"--force_image_size {force_image_size}: the model's tiles are {max(sizes)} pixels, use that")
     if down_sample_ratio is not None and down_sample_ratio != config.downsample_ratio:
         raise UserError(f"--down_sample_ratio {down_sample_ratio}: the model's is {config.downsample_ratio}, use that")
 

@@ -34,6 +34,7 @@ import torch._functorch.config
 from torch import nn
 
 from ..errors import UserError
+from .experts import expert_blocks
 from .loss import fusible_loss_and_gradient, loss_and_gradient
 from .parts import decoder_layers, vision_layers
 from .vision import compile_patches, fuse_tower
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Language models whose decoder layers compile without a break outside attention.
-COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "llama"})
+COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
 #: Values of --compile_recompute: the layers that keep nothing cheap for the backward pass.
 RECOMPUTE = ("none", "language", "all")
@@ -171,6 +172,12 @@ def check_compilable(packed: PackedModel) -> None:
         raise UserError(
             f"--compile with a {family!r} language model: its layers do not compile as one piece (known: "
             f"{', '.join(sorted(COMPILED_FAMILIES))}); leave --compile out"
+        )
+    experts = packed.config.get_text_config()._experts_implementation
+    if expert_blocks(packed.language_model) and experts == "eager":
+        raise UserError(
+            "--compile with --experts_implementation eager: a loop over experts asks the device how many tokens each "
+            "has, which breaks the layer apart; use grouped_mm"
         )
     if is_zero3(packed):
         raise UserError(

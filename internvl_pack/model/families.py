@@ -8,11 +8,12 @@ neither known nor refused runs only if the isolation self-check passes (selfchec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
 
-KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama"})
+KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
 STATEFUL = frozenset(
     {
@@ -63,6 +64,9 @@ OWN_ATTENTION = frozenset(
         "xlnet",
     }
 )
+INTERNVL_KINDS = frozenset({"internvl", "internvl_vision"})
+#: Keys of config.json by which models that see or hear say so.
+OTHER_SENSES = ("vision_config", "audio_config", "visual", "vision_tower", "mm_vision_tower", "vision_encoder_config")
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MULTI_TOKEN_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_layer_types")
 # Rotary scalings whose tables depend on the longest position of the row, so on a segment's neighbours.
@@ -104,6 +108,29 @@ def check_attention(family: str | None) -> None:
         raise UserError(
             f"language model {family!r} computes attention itself, not through transformers' attention interface: "
             "packed samples would leak into each other; use a model that does (Qwen2, Qwen3, Llama)"
+        )
+
+
+def check_kind(content: Mapping[str, Any]) -> None:
+    """Refuse by its config.json what is neither an InternVL nor a language model, before its weights are fetched.
+
+    Raises:
+        UserError: a vision-language model of another family, or a language model that transformers does not have.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = content["model_type"]
+    if family in INTERNVL_KINDS:
+        return
+    if found := next((key for key in OTHER_SENSES if content.get(key)), None):
+        raise UserError(
+            f"{family!r} is a multimodal model of another family than InternVL ({found} in its config): its images are "
+            "not made here; take an InternVL checkpoint, or its language model alone with --llm_path"
+        )
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{family!r} is no language model of transformers, and code of a checkpoint's folder is not run: take a "
+            "Qwen2, Qwen3 or Llama, or an InternVL in which it stands (InternLM2 loads there)"
         )
 
 

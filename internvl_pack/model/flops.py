@@ -2,8 +2,10 @@
 
 A matrix product of (m, k) by (k, n) counts 2 m k n. The forward pass of a row is
 
-    language   2 * P_layers                 a token          P_layers: weights of the decoder layers' matrices
+    language   2 * P_layers                 a token          P_layers: weights of the decoder layers' matrices that a
+                                                             token meets: of its experts, and all of the router
                2 * layers * Hq * D          a token^2 of each segment (causal: half of the square's 4)
+               4 * window * Hq * D          a token, for a layer with a sliding window instead
     head       2 * V * H                    a token that has a label
     vision     2 * P_tower * patches        a tile           patches: those of a tile and the class token
                4 * layers * Hv * D * patches^2               (every patch sees every patch)
@@ -21,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ..packing.cost import attention_reach, feed_forward_rows
 
 #: bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
 PEAK_FLOPS = {
@@ -83,7 +87,9 @@ def flop_counts(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     attention = text.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * text.hidden_size * _active_width(text)
+    settings = text.to_dict()
+    matrices = attention * text.num_hidden_layers + text.hidden_size * feed_forward_rows(settings)
+    full, windows = attention_reach(settings)
     # Gradients pass through the language model wherever something before it is trained.
     trains_before = trains_vision or trains_projector
     language_passes = _passes(trains_language, trains_before)
@@ -91,8 +97,8 @@ def flop_counts(
     # Attention has no weights: its backward is twice its forward wherever gradients pass at all.
     attention_passes = 3 if trains_language or trains_before else 1
     return FlopCounts(
-        per_token=language_passes * 2 * layer * text.num_hidden_layers,
-        per_squared_token=attention_passes * 2 * text.num_hidden_layers * heads * head_dim,
+        per_token=language_passes * 2 * matrices + attention_passes * 4 * windows * heads * head_dim,
+        per_squared_token=attention_passes * 2 * full * heads * head_dim,
         per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
         per_tile=_tile(config, text, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
     )
@@ -118,14 +124,6 @@ def _tile(config: Any, text: Any, trains_vision: bool, trains_projector: bool) -
 def _passes(trained: bool, gradient_passes: bool) -> int:
     """Forward, gradient of the input, gradient of the weights: in units of the forward."""
     return 1 + (trained or gradient_passes) + trained
-
-
-def _active_width(text: Any) -> int:
-    """Width of the feed-forward part that a token goes through."""
-    experts = getattr(text, "num_experts_per_tok", None)
-    if experts and getattr(text, "moe_intermediate_size", None):
-        return experts * text.moe_intermediate_size
-    return text.intermediate_size
 
 
 def trained_parts(packed: Any) -> dict[str, bool]:

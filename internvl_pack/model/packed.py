@@ -29,6 +29,7 @@ from ..errors import UserError
 from ..parallel.group import SequenceGroup
 from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row_slice
 from .attention import Kernel, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
+from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
 from .images import join_without_images, normalize_tiles, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
@@ -48,6 +49,7 @@ class PackedOutput(ModelOutput):
         target_losses, target_positions: ce of each labelled target, float32 (M,), and where in the flat
             row it is predicted, int64 (M,); the target itself is the next token.
         logits: (B, N, V), only without labels or when asked for.
+        router_counts, router_probabilities: of a mixture of experts with a balance loss, see experts.RoutingSums.
     """
 
     loss: torch.Tensor | None = None
@@ -58,6 +60,8 @@ class PackedOutput(ModelOutput):
     target_losses: torch.Tensor | None = None
     target_positions: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    router_counts: torch.Tensor | None = None
+    router_probabilities: torch.Tensor | None = None
 
 
 class PackedModel(nn.Module):
@@ -89,6 +93,7 @@ class PackedModel(nn.Module):
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # see compiled.py
         self.sequence_group: SequenceGroup | None = None  # see parallel/
+        self.routing: RoutingSums | None = None  # see balance_routers
         self._mask_stand_in: torch.Tensor | None = None
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
@@ -157,6 +162,8 @@ class PackedModel(nn.Module):
         num_loss_tokens: int | None = None,
         num_image_tokens: int | None = None,
         num_slice_loss_tokens: int | None = None,
+        num_real_tokens: int | None = None,
+        routing_only: bool = False,
         return_logits: bool = False,
         **_other_batch_keys: Any,
     ) -> PackedOutput:
@@ -176,12 +183,15 @@ class PackedModel(nn.Module):
                 them on the host; with them a CUDA device is not waited for. They are still checked there.
             num_slice_loss_tokens: over a sequence group, where each rank gets the same row: labelled targets of this
                 rank's slice (`parallel.slices.count_slice_targets`), likewise.
+            num_real_tokens: tokens of samples, for the sums of a router's balance loss: the rest is pads.
+            routing_only: give those sums and nothing else, without running the head.
             return_logits: also return all logits, for checks and evaluation.
 
         Raises:
             ValueError: shapes, boundaries or image tokens that do not fit together.
         """
         _check_shapes(input_ids, position_ids=position_ids, labels=labels, loss_weight=loss_weight)
+        cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
         if cu_seqlens is not None:
@@ -198,11 +208,19 @@ class PackedModel(nn.Module):
         if self.has_vision:
             embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens, part)
         places = None if position_ids is None else part.take(position_ids)
+        routing = self.routing if self.training else None
+        if routing is not None:
+            given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
+            routing.begin(part.take(real_tokens(input_ids, *given), False))
         hidden = self._decode(embeddings, places, part, attention_mask)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
         output = PackedOutput()
+        if routing is not None:
+            output.router_counts, output.router_probabilities = routing.take()
+        if routing_only:
+            return output
         if labels is not None:
             targets, weights = shift_targets(labels, loss_weight, on_device)
             self._add_loss(output, hidden, targets, weights, loss_normalizer, num_loss_tokens, part)
@@ -210,6 +228,14 @@ class PackedModel(nn.Module):
             logits = self.model.get_output_embeddings()(hidden)
             output.logits = gather_row(logits, cu_seqlens, self.sequence_group)
         return output
+
+    def balance_routers(self) -> None:
+        """Give the sums of a balance loss with every training forward.
+
+        Raises:
+            UserError: a model without experts.
+        """
+        self.routing = RoutingSums(self.language_model)
 
     @staticmethod
     def _own_slice(

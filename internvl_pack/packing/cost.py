@@ -68,7 +68,7 @@ class CostModel:
         heads = _number(text, "num_attention_heads")
         head = int(text.get("head_dim") or hidden // heads)
         queries, keys = heads * head, int(text.get("num_key_value_heads") or heads) * head
-        matrices = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * _number(text, "intermediate_size"))
+        matrices = layers * (2 * hidden * queries + 2 * hidden * keys) + hidden * feed_forward_rows(text)
         matrices += _number(text, "vocab_size") * hidden
 
         width, depth = _number(vision, "hidden_size"), _number(vision, "num_hidden_layers")
@@ -79,9 +79,10 @@ class CostModel:
         merged = round(width / shrink**2)
         projector = merged * hidden + hidden * hidden
         times = _FORWARD_AND_BACKWARD * _FLOPS
+        full, windows = attention_reach(text)
         return cls(
-            token=times * matrices,
-            attention=times * layers * queries,  # scores and values, halved by the causal mask
+            token=times * (matrices + 2 * windows * queries),
+            attention=times * full * queries,  # scores and values, halved by the causal mask
             tile=times * (patches * tower + 2 * depth * width * patches**2 + round(side**2 * shrink**2) * projector),
         )
 
@@ -102,6 +103,34 @@ class CostModel:
         if not isinstance(config, Mapping):
             raise UserError(f"{path} holds no JSON object: give a model's config.json")
         return cls.from_config(config)
+
+
+def attention_reach(text: Mapping[str, Any]) -> tuple[int, int]:
+    """(layers whose queries see all of their segment before them, sum of the windows of the others).
+
+    A window counts in full: segments are taken to be longer.
+    """
+    kinds = text.get("layer_types") or ["full_attention"] * _number(text, "num_hidden_layers")
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    return len(kinds) - sliding, sliding * int(text.get("sliding_window") or 0)
+
+
+def feed_forward_rows(text: Mapping[str, Any]) -> int:
+    """Rows of the feed-forward matrices that a token meets in all layers: three of each layer's width.
+
+    In a layer of experts the width is that of the experts a token goes to, and the router adds a row an expert. Layers
+    are of experts as Qwen3-MoE's config says (`decoder_sparse_step`, `mlp_only_layers`), or all of them, as GPT-OSS's
+    (whose experts have `intermediate_size`).
+    """
+    layers, width = _number(text, "num_hidden_layers"), _number(text, "intermediate_size")
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    if not experts:
+        return 3 * layers * width
+    step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
+    sparse = sum(index not in dense and (index + 1) % step == 0 for index in range(layers))
+    inner = int(text.get("moe_intermediate_size") or width)
+    active = _number(text, "num_experts_per_tok") * inner
+    return 3 * (layers - sparse) * width + sparse * (3 * active + int(experts))
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:

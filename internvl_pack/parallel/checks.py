@@ -118,6 +118,15 @@ def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> No
         )
 
 
+def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
+    """Raises UserError for attention sinks: a head's sink is not divided with its row."""
+    if sequence_parallel_size > 1 and text_config.model_type == "gpt_oss":
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} with a 'gpt_oss' language model: its attention sinks "
+            "are not shared among GPUs; set it to 1"
+        )
+
+
 def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
     """Raises UserError for padded batches: only a packed row is cut."""
     if sequence_parallel_size > 1 and not use_packed_ds:
@@ -142,6 +151,7 @@ def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode
     check_mode(mode)
     check_kernel(kernel, sequence_parallel_size, mode)
     check_window(text_config, sequence_parallel_size, mode)
+    check_sinks(text_config, sequence_parallel_size)
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     line = check_heads(heads, kv_heads, sequence_parallel_size, mode)

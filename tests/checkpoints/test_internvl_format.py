@@ -200,8 +200,14 @@ def test_weights_that_are_missing_unknown_or_of_another_shape_are_named(tokenize
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights cannot be trained"),
         (
             {"llm_config": {"architectures": ["Phi3ForCausalLM"]}},
-            "llm_config.architectures is 'Phi3ForCausalLM': known",
+            "llm_config.architectures is 'Phi3ForCausalLM': Phi-3 .InternVL2-4B, .* by the longest sample of a row",
         ),
+        (
+            {"llm_config": {"architectures": ["InternLM3ForCausalLM"]}},
+            "llm_config.architectures is 'InternLM3ForCausalLM': InternLM3 .InternVL3-9B. has its tokenizer as code",
+        ),
+        ({"llm_config": {"architectures": ["OPTForCausalLM"]}}, "llm_config.architectures is 'OPTForCausalLM': known"),
+        ({"vision_config": {"use_moe": True}}, "vision_config.use_moe is true: a vision tower of experts"),
         ({"llm_config": {"num_attention_heads": "four"}}, "llm_config: .*num_attention_heads"),
         ({"vision_config": {"model_type": "siglip"}}, "vision_config.model_type is 'siglip'"),
         ({"vision_config": {"norm_type": "batch_norm"}}, "vision_config.norm_type is 'batch_norm'"),

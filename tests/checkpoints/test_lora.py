@@ -325,9 +325,9 @@ def test_the_chat_format_is_the_checkpoint_s_unless_another_is_named(made, token
     assert chat_style(None, str(made / "original")) == "internvl2_5"
     assert chat_style(None, str(made / "native")) == "internvl2_5"
     assert chat_style(None, None) == chat_style(None, str(tmp_path)) == "internvl2_5"
-    config = chat_config(tokenizer, template="Hermes-2")
+    config = chat_config(tokenizer, template="vicuna_v1.1")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UserError, match=r"--conv_style is missing: the checkpoint was trained with 'Hermes-2'"):
+    with pytest.raises(UserError, match=r"--conv_style is missing: the checkpoint was trained with 'vicuna_v1.1'"):
         chat_style(None, str(tmp_path))
     assert chat_style("internvl2_5", str(tmp_path)) == "internvl2_5"
-    assert "--conv_style internvl2_5: the checkpoint was trained with Hermes-2" in caplog.text
+    assert "--conv_style internvl2_5: the checkpoint was trained with vicuna_v1.1" in caplog.text

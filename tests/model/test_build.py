@@ -33,7 +33,7 @@ def trained(packed):
 
 def test_a_checkpoint_loads_with_packed_text_attention_and_plain_vision_attention(checkpoint, tokenizer):
     packed = build(checkpoint, tokenizer)
-    assert packed.config.text_config._attn_implementation == "internvl_pack_sdpa"
+    assert packed.config.text_config._attn_implementation == "internvl_pack_segments"
     assert packed.config.vision_config._attn_implementation == "sdpa"
     assert packed.tokens_per_tile == 4
     segments = mixed_segments(tokenizer)
@@ -123,7 +123,7 @@ def test_a_vision_tower_and_a_language_model_are_joined(checkpoint, tokenizer, t
     assert all(p.grad is not None for p in packed.parameters())
     packed.save_pretrained(tmp_path / "joined")
     again = build(tmp_path / "joined", tokenizer)
-    assert again.config.text_config._attn_implementation == "internvl_pack_sdpa"
+    assert again.config.text_config._attn_implementation == "internvl_pack_segments"
 
 
 def test_a_text_only_model_loads(tokenizer, tmp_path):
@@ -141,7 +141,7 @@ def test_a_text_only_model_loads(tokenizer, tmp_path):
     [
         ({"drop_path_rate": 1.0}, "--drop_path_rate 1.0: give a probability"),
         ({"attn_kernel": "flash_attn"}, "--attn_kernel flash_attn needs a CUDA device"),
-        ({"force_image_size": 448}, "--force_image_size 448: the model's tiles are 56 pixels"),
+        ({"force_image_size": 60}, "--force_image_size 60: the model's tiles are 56x56 pixels in patches of 14; give"),
         ({"down_sample_ratio": 0.25}, "--down_sample_ratio 0.25: the model's is 0.5"),
         ({"freeze_llm": True, "freeze_backbone": True, "freeze_mlp": True}, "nothing is left to train"),
     ],

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from internvl_pack.batch.in_batch import in_batch_collate_fn
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
-from internvl_pack.model.build import _from_pretrained
+from internvl_pack.model.build import check_loadable
 from internvl_pack.model.families import check_family
 from internvl_pack.model.packed import PackedModel
 
@@ -67,7 +67,7 @@ def test_families_with_attention_of_their_own_are_refused_before_they_are_loaded
     for option in ("model_name_or_path", "llm_path"):
         (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
         with pytest.raises(UserError, match=f"--{option} .*'bloom' computes attention itself"):
-            _from_pretrained(None, tmp_path, option, "internvl_pack_sdpa", torch.float32)
+            check_loadable(**{option: tmp_path})
     with pytest.raises(UserError, match="'falcon' computes attention itself"):
         check_family(SimpleNamespace(model_type="falcon"))
 

@@ -57,7 +57,8 @@ def test_experts_count_where_a_token_goes_through_them(tokenizer):
     sparse = flop_counts(tiny_packed(tokenizer, "qwen3_moe").config).per_token
     hidden, layers, width = 64, 2, 64
     feed_forward = 3 * 2 * layers * 3 * hidden  # forward and backward, multiply-add, layers, three matrices
-    assert sparse - dense == feed_forward * (2 * width - 128)  # two of four experts of half the width
+    router = 3 * 2 * layers * hidden * 4
+    assert sparse - dense == feed_forward * (2 * width - 128) + router  # two of four experts of half the width
 
 
 def test_a_card_is_known_by_the_longest_name_that_fits():

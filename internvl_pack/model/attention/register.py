@@ -29,12 +29,13 @@ from ...parallel.group import SequenceGroup
 from .compiled_op import attend_row
 from .kernels import HALF, KERNELS, Kernel, Row
 from .ring import ring_attention
+from .sinks import attend_with_sinks, masked_attention_with_sinks
 from .ulysses import ulysses_attention
 
 logger = logging.getLogger(__name__)
 
 # Arguments by which some models change the scores themselves; no kernel here knows them.
-_SCORE_CHANGES = ("softcap", "s_aux", "position_bias")
+_SCORE_CHANGES = ("softcap", "position_bias")
 
 _in_packed_row: ContextVar[bool] = ContextVar("internvl_pack_in_packed_row", default=False)
 
@@ -151,11 +152,15 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
         sequence_group: SequenceGroup | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         changes = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
         if changes:
             raise ValueError(f"{type(module).__name__} uses {', '.join(changes)}, which packed attention does not know")
+        if cu_seq_lens_q is None and s_aux is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return masked_attention_with_sinks(query, key, value, s_aux, attention_mask, scale, sliding_window), None
         if cu_seq_lens_q is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -167,7 +172,10 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
         q, k, v = (t[0].transpose(0, 1) for t in one_dtype(query, key, value))
         assert max_length_q is not None, "given with the boundaries"
         row = Row(cu_seq_lens_q, max_length_q, scaling, sliding_window)
-        if sequence_group is not None:
+        if s_aux is not None:
+            assert sequence_group is None, "refused at the start"
+            out = attend_with_sinks(kernel, q, k, v, s_aux, row)
+        elif sequence_group is not None:
             out = run_over_group(kernel, q, k, v, row, sequence_group)
         elif is_one_operation and torch.compiler.is_compiling():
             # contiguous: part of the rotary embedding's kernel

@@ -79,9 +79,10 @@ class Kernel:
     def implementation(self) -> str:
         """The kernel's name among transformers' attention functions.
 
-        It must not contain "flash": transformers takes that for one of its own and swaps masks.
+        It must not contain "flash": transformers takes that for one of its own and swaps masks; nor "sdpa", which
+        it refuses for models that have attention sinks.
         """
-        return "internvl_pack_" + self.name.replace("flash_attn", "fa")
+        return "internvl_pack_" + self.name.replace("flash_attn", "fa").replace("sdpa", "segments")
 
 
 def needs_ampere(device: torch.device) -> str | None:

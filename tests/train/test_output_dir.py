@@ -1,0 +1,46 @@
+"""`overwrite_output_dir`: a run that finds checkpoints in its folder goes on from the newest, unless told not to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_train_arguments import DATA, MODEL, own_process  # noqa: F401  fixtures
+from test_train_finetune import made, summary_of, train  # noqa: F401  fixtures
+
+from train.options import parse
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], "auto"),
+        (["--overwrite_output_dir", "False"], "auto"),
+        (["--overwrite_output_dir", "True"], None),
+        (["--overwrite_output_dir", "True", "--resume_from_checkpoint", "run/checkpoint-4"], "run/checkpoint-4"),
+        (["--resume_from_checkpoint", "False"], "False"),
+        (["--save_only_model", "True"], None),
+    ],
+)
+def test_what_a_run_goes_on_from(words, expected, own_process):  # noqa: F811
+    *_, args = parse([*MODEL, *DATA, "--output_dir", "x", *words])
+    assert args.resume_from_checkpoint == expected
+
+
+def printed(capsys) -> str:
+    return "".join(capsys.readouterr())
+
+
+def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tmp_path, capsys):  # noqa: F811
+    options = ("--use_packed_ds", "True", "--save_steps", "1", "--lr_scheduler_type", "constant")
+    assert train(*options, "--max_steps", "1") == 0
+    capsys.readouterr()
+    assert train(*options, "--max_steps", "2") == 0
+    assert f"going on from {tmp_path / 'checkpoint-1'}; --overwrite_output_dir True starts anew" in printed(capsys)
+    assert summary_of(tmp_path)["steps"] == 2
+    history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert [line["step"] for line in history if "loss" in line] == [1, 2]
+    capsys.readouterr()
+    assert train(*options, "--max_steps", "1", "--overwrite_output_dir", "True") == 0
+    assert "going on from" not in printed(capsys)
+    assert summary_of(tmp_path)["steps"] == 1
