@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from internvl_pack.errors import UserError
 from internvl_pack.loader import PackLoader, merge_states
@@ -42,6 +42,7 @@ from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
 from .interruption import StopRequest
+from .optimizer_step import StepTrainer
 from .ranks import Ranks
 from .sample_log import batch_ids
 from .saving import Saving
@@ -66,7 +67,7 @@ _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_til
 _VECTOR = ("loss_weight", "has_data", "failed", "capacity", *_COUNTS)
 
 
-class PackTrainer(Trainer):
+class PackTrainer(StepTrainer):
     """Trains a `PackedModel` on the batches of a `PackLoader`.
 
     Args:
@@ -227,7 +228,7 @@ class PackTrainer(Trainer):
         else:
             weights, averaged = figures["own_loss_weight"], self.ranks.sequence_parallel_size
         self._normalizer = weights / averaged if weights > 0 else 1.0
-        return batches, torch.tensor(self._normalizer, device=device)
+        return batches, None  # a number on the host, where compute_loss finds it: the device is not waited for
 
     def _fail_together(self, error: Exception | None) -> NoReturn:
         """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
@@ -303,8 +304,8 @@ class PackTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        normalizer = self._normalizer if num_items_in_batch is None else num_items_in_batch
-        outputs = model(**inputs, loss_normalizer=normalizer)
+        outputs = model(**inputs, loss_normalizer=self._normalizer)
+        self.read_loss(outputs["loss"])
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
