@@ -6,6 +6,7 @@ alive around the call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..errors import UserError
 from .attention import register_packed_attention
-from .compiled import compile_blocks, is_zero3
+from .compiled import compile_blocks, repeated_blocks
 from .drop_path import add_drop_path
 from .families import check_attention
 from .head import DEFAULT_CHUNK_TOKENS
@@ -28,6 +29,7 @@ from .packed import PackedModel
 from .parts import vision_layers
 from .tile_attention import use_tile_attention
 from .tokenizers import image_token_id
+from .zero3 import gather_by_layers, is_zero3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,6 +119,9 @@ def build_model(
         packed.gradient_checkpointing_enable()
     if compile:
         compile_blocks(packed, recompute=compile_recompute, fused_vision=fused_vision)
+    if is_zero3(packed):
+        with contextlib.suppress(AttributeError):  # a decoder of another make: a matrix at a time
+            gather_by_layers(repeated_blocks(packed))
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed
