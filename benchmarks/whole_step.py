@@ -67,7 +67,7 @@ class Clock:
 
 
 class Marks(TrainerCallback):
-    """Of each step: its batches, and marks around forward, backward and optimizer."""
+    """Of each step: its rows, and marks around forward, backward and optimizer."""
 
     def __init__(self, trainer: Any, keep: int) -> None:
         self.trainer, self.clock, self.keep = trainer, Clock(trainer.args.device), keep
@@ -89,17 +89,20 @@ class Marks(TrainerCallback):
                     "forward": [],
                     "tokens": sum(b["num_real_tokens"] for b in batches),
                     "flops": self.trainer.metrics.cost(batches),
-                    "batches": [{k: v for k, v in b.items() if k != "rows"} for b in batches],
+                    "inputs": [],
                     "compiled": compilations(),
                 }
             )
             if len(self.steps) > self.keep:
-                self.steps[-self.keep - 1]["batches"] = []
+                self.steps[-self.keep - 1]["inputs"] = []
         return batches, number
 
-    def _forward(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, method: Any, model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
+        # Kept as they are on the device: batches that are not let go would take new pinned memory for each, which
+        # stops all launches meanwhile.
+        self.steps[-1]["inputs"].append(inputs)
         begun = self.clock.mark()
-        result = method(*args, **kwargs)
+        result = method(model, inputs, **kwargs)
         self.steps[-1]["forward"].append((begun, self.clock.mark()))
         return result
 
@@ -178,11 +181,11 @@ def one_rank(out: Path, measured: int, alone: bool, options: list[str]) -> None:
     seen["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seen["alone"] = []
     if alone:
-        steps = [step["batches"] for step in marks.steps[-measured - 1 : -1]]
-        for batches in (steps[0], *steps):  # once to come to rest
+        steps = [step["inputs"] for step in marks.steps[-measured - 1 : -1]]
+        for inputs in (steps[0], *steps):  # once to come to rest
             begun = marks.clock.mark()
-            for batch in batches:
-                forward_and_backward(trainer, batch)
+            for row in inputs:
+                forward_and_backward(trainer, row)
             seen["alone"].append((begun, marks.clock.mark()))
         if on_cuda:
             torch.cuda.synchronize(device)

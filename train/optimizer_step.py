@@ -71,6 +71,10 @@ class StepTrainer(Trainer):
         if engine is not None and ZeroStep.knows(engine.engine):
             self._zero = ZeroStep(engine.engine)
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """None: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
+        return 0
+
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return super()._clip_grad_norm(model) if self._zero is None else self._zero.norm()
 
@@ -146,8 +150,8 @@ class SkippedSteps(TrainerCallback):
 class ZeroStep:
     """The norm of DeepSpeed's ZeRO-1 and 2 optimizer made at once, and read beside its step.
 
-    Takes the place of three methods of the optimizer's, of this object alone: DeepSpeed has no setting for them. Where
-    it searches gradients (`bf16.check_grad_overflow`, its default), that stays as it is.
+    Takes the place of methods of this one optimizer and engine: DeepSpeed has no setting for them. Where it searches
+    gradients (`bf16.check_grad_overflow`, its default), that stays as it is.
 
     Args:
         engine: that `knows` holds for.
@@ -158,6 +162,7 @@ class ZeroStep:
         self.reading: Reading | None = None
         zero = self.zero
         zero.scaled_global_norm = MethodType(self._norm_of_all, zero)
+        engine.zero_grad = _already_zero  # which the Trainer calls once more
         if zero.dtype != torch.bfloat16 or zero.check_grad_overflow:
             self.on_device = False
             return
@@ -222,6 +227,10 @@ def _clip(zero: Any, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         factor = zero.clip_grad / (norm + 1e-6)
         for gradient in gradients:
             gradient.mul_(factor.clamp(max=1.0))
+
+
+def _already_zero() -> None:
+    """The optimizer has let go of all gradients."""
 
 
 def _no_search(partition_gradients: bool = True) -> None:
