@@ -125,7 +125,9 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
+    from train.arguments import AUTO
     from train.callbacks import Epochs, IsolationCheck, PackingReport, RunOptions
+    from train.checkpointing import CheckpointByMemory
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
     from train.ranks import Ranks
@@ -198,9 +200,12 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     trainer.add_callback(RunOptions(model_args, data_args))
     if args.log_sample_ids:
         trainer.add_callback(SampleLog(trainer, args.output_dir))
+    packs = 1 if data_args.way == IN_BATCH else args.per_device_train_batch_size
+    full_row = tuple(packs * budget for budget in loader.budget)
+    if data_args.use_packed_ds and model_args.grad_checkpoint == AUTO:
+        trainer.add_callback(CheckpointByMemory(trainer, *full_row))
     if data_args.use_packed_ds and model_args.compile:
-        packs = 1 if data_args.way == IN_BATCH else args.per_device_train_batch_size
-        trainer.add_callback(WarmUp(trainer, *(packs * budget for budget in loader.budget)))
+        trainer.add_callback(WarmUp(trainer, *full_row))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
         trainer.add_callback(IsolationCheck(trainer))
     return Run(trainer, quarantine, epochs, kernel.name, zero_stage(args), checkpoint)

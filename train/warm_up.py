@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,12 @@ class WarmUp(TrainerCallback):
         )
 
 
-def forward_and_backward(trainer: Any, batch: dict[str, Any]) -> None:
-    """Of a row, as a step would make them, and all as it was; all ranks call it together."""
+def forward_and_backward(trainer: Any, batch: dict[str, Any], between: Callable[[], None] = lambda: None) -> None:
+    """Of a row, as a step would make them, and all as it was; all ranks call it together.
+
+    Args:
+        between: called between forward and backward.
+    """
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     inputs = trainer._prepare_inputs(batch)
     wrapped, model = trainer.model_wrapped, trainer.model
@@ -130,11 +135,14 @@ def forward_and_backward(trainer: Any, batch: dict[str, Any]) -> None:
         if not _gathers_in_backward(wrapped):
             # Gradients are asked for, not accumulated: neither DDP's nor DeepSpeed's hooks, which reduce them, hear.
             loss = model(**inputs, loss_normalizer=1.0)["loss"]
+            between()
             trained = [p for p in model.parameters() if p.requires_grad]
             torch.autograd.grad(loss, trained, allow_unused=True)
             return
         wrapped.set_gradient_accumulation_boundary(False)
-        wrapped.backward(wrapped(**inputs, loss_normalizer=1.0)["loss"], scale_wrt_gas=False)
+        loss = wrapped(**inputs, loss_normalizer=1.0)["loss"]
+        between()
+        wrapped.backward(loss, scale_wrt_gas=False)
         zero = wrapped.optimizer
         zero.zero_grad(set_to_none=True)
         zero.averaged_gradients = {}
