@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch._dynamo
+import torch._dynamo.config
 from accelerate.state import AcceleratorState
 from finetune_series import forked, import_all
 from model_samples import mixed_segments, packed_batch
@@ -108,9 +108,8 @@ def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
 
 def run_all(runs: list[dict[str, Any]]) -> None:
     set_up_logging()
+    torch._dynamo.config.recompile_limit = 64  # runs share what is compiled, and each adds a case or two
     for run in runs:
-        torch._dynamo.reset()
-        counters.clear()
         told = Lines()
         logging.getLogger("train").addHandler(told)
         prepared = prepare(*parse(run["options"]))

@@ -23,14 +23,12 @@ ZERO1, ZERO2, ZERO3 = ({"deepspeed": f"zero_stage{stage}"} for stage in (1, 2, 3
 COMPILED = {"compile": True}
 RUNS = {
     "zero1": ZERO1,
-    "zero1 compiled": ZERO1 | COMPILED,
+    "zero1 compiled": ZERO1 | COMPILED | FEW,
     "zero2 compiled": ZERO2 | COMPILED | FEW,
     "zero3": ZERO3 | {"grad_checkpoint": True},
-    "zero3 compiled": ZERO3 | COMPILED | {"save_strategy": "steps", "save_steps": SAVED},
-    "zero3 compiled, checkpointing": ZERO3 | COMPILED | {"grad_checkpoint": True},
+    "zero3 compiled": ZERO3 | COMPILED | {"grad_checkpoint": True, "save_strategy": "steps", "save_steps": SAVED},
     "zero1, frozen": ZERO1 | FROZEN,
     "zero3, frozen": ZERO3 | FROZEN,
-    "zero3 compiled, frozen": ZERO3 | COMPILED | FROZEN,
     "zero1, a vision layer": ZERO1 | PART,
     "zero3, a vision layer": ZERO3 | PART,
 }
@@ -60,8 +58,8 @@ def test_losses_and_norms_are_those_of_zero_1(name, runs):
 @pytest.mark.parametrize("name", [name for name, options in RUNS.items() if options.items() >= COMPILED.items()])
 def test_nothing_is_compiled_again(name, runs):
     for rank in runs[name]:
-        assert rank["compiled"][0] > 0
-        assert rank["compiled"][-1] == rank["compiled"][0]
+        before, *after = rank["compiled"]
+        assert before > 0 and set(after) == {before}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -75,5 +73,6 @@ def test_a_compiled_run_of_zero_3_goes_on_where_it_was(made, runs):
     checkpoint = made / "zero3 compiled" / f"checkpoint-{SAVED}"
     shutil.copytree(checkpoint, made / "moved" / checkpoint.name)
     more = {"resume_from_checkpoint": made / "moved" / checkpoint.name}
-    resumed = run_in_two(made, {"zero3 resumed": COMMON | ZERO3 | COMPILED | more})["zero3 resumed"][0]
+    options = COMMON | RUNS["zero3 compiled"] | {"save_strategy": "no"} | more
+    resumed = run_in_two(made, {"zero3 resumed": options})["zero3 resumed"][0]
     assert resumed["losses"][-(STEPS - SAVED) :] == pytest.approx(whole["losses"][SAVED:], rel=1e-6)
