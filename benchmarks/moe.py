@@ -33,11 +33,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from internvl_pack.batch.collate import packed_collate_fn
-from internvl_pack.batch.row import PackRow, Segment
-
 from benchmarks.gpu_check import Table, versions
 from benchmarks.train_step import draw_samples
+from internvl_pack.batch.collate import packed_collate_fn
+from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.experts import choose_experts

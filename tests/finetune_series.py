@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ LATE = (
 )
 
 
-def main(series: list[dict[str, Any]], processes: int) -> int:
-    import_all()
+def forked(run_all: Callable[[Any], None], what: Any, processes: int) -> int:
+    """The largest exit code of `run_all(what)` in so many processes of one world."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -50,7 +51,7 @@ def main(series: list[dict[str, Any]], processes: int) -> int:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in place.items()})
-            os._exit(status_of(series))
+            os._exit(status_of(run_all, what))
         children.append(pid)
     return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in children)
 
@@ -65,9 +66,9 @@ def import_all() -> None:
     gc.freeze()
 
 
-def status_of(series: list[dict[str, Any]]) -> int:
+def status_of(run_all: Callable[[Any], None], what: Any) -> int:
     try:
-        run_all(series)
+        run_all(what)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -99,4 +100,5 @@ def run_all(series: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])))
+    import_all()
+    sys.exit(forked(run_all, json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])))

@@ -11,12 +11,14 @@ import json
 import math
 import os
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from internvl_pack.combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from internvl_pack.config import PackingConfig
@@ -26,11 +28,12 @@ from internvl_pack.parallel.checks import check_mode, check_world
 from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+AUTO = "auto"  # of grad_checkpoint
 PADDED_MAX_SEQ_LENGTH = 8192  # InternVL's default of max_seq_length
 
 
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, **words: Any) -> Any:
+    return field(default=default, metadata={"help": text, **words})
 
 
 @dataclass
@@ -53,8 +56,13 @@ class ModelArguments:
     )
     use_backbone_lora: int = option(0, "Rank of LoRA on the vision tower; 0: no LoRA. Needs peft.")
     use_llm_lora: int = option(0, "Rank of LoRA on the language model; 0: no LoRA. Needs peft.")
-    grad_checkpoint: bool = option(
-        True, "Gradient checkpointing in both towers: about a third more compute for much less memory."
+    grad_checkpoint: str = option(
+        "True",
+        "Gradient checkpointing in both towers: about a third more compute for much less memory. True: every layer; "
+        "False: none; auto: those whose activations of a full row do not fit, found out before the first step, and "
+        "every layer without packing or CUDA.",
+        nargs="?",
+        const="True",
     )
     drop_path_rate: float = option(
         0.0,
@@ -106,6 +114,7 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        self.grad_checkpoint = _checkpointing(self.grad_checkpoint)  # type: ignore[assignment]  # the parser's is str
         parts = (self.vision_path, self.llm_path)
         if self.model_name_or_path is None and None in parts:
             raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
@@ -528,3 +537,18 @@ def option_names() -> list[str]:
 
 def _value(option: Any) -> Any:
     return getattr(option, "value", option)
+
+
+def _checkpointing(value: str | bool) -> str | bool:
+    """Of --grad_checkpoint: whether, or AUTO.
+
+    Raises:
+        UserError: another value.
+    """
+    word = str(value).lower()
+    if word == AUTO:
+        return AUTO
+    try:
+        return string_to_bool(word)
+    except ArgumentTypeError:
+        raise UserError(f"--grad_checkpoint {value}: give True, False or {AUTO}") from None

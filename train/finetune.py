@@ -120,18 +120,21 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from transformers import set_seed
 
     from internvl_pack.checkpoints.internvl_format_files import chat_style
-    from internvl_pack.combinations import check_combinations
+    from internvl_pack.combinations import IN_BATCH, check_combinations
     from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
     from train import progress, sequence
+    from train.arguments import AUTO
     from train.callbacks import Epochs, FirstPacks, IsolationCheck, PackingReport, RunOptions
+    from train.checkpointing import CheckpointByMemory
     from train.quarantine import Quarantine
     from train.ranks import Ranks
     from train.router_loss import RouterLoss
     from train.sample_log import SampleLog
     from train.saving import Saving
     from train.trainer import PackTrainer
+    from train.warm_up import WarmUp, keep_compiled
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
     ranks = Ranks(
@@ -153,6 +156,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     loader = make_loader(model_args, data_args, args, tokenizer, packing, ranks)
     eval_loader = make_eval_loader(data_args, args, loader)
     set_seed(args.seed)
+    if model_args.compile:
+        keep_compiled(args.output_dir)
     model = build_model(
         device=args.device,
         tokenizer=tokenizer,
@@ -197,6 +202,12 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     trainer.add_callback(RunOptions(model_args, data_args))
     if args.log_sample_ids:
         trainer.add_callback(SampleLog(trainer, args.output_dir))
+    packs = 1 if data_args.way == IN_BATCH else args.per_device_train_batch_size
+    full_row = tuple(packs * budget for budget in loader.budget)
+    if data_args.use_packed_ds and model_args.grad_checkpoint == AUTO:
+        trainer.add_callback(CheckpointByMemory(trainer, *full_row))
+    if data_args.use_packed_ds and model_args.compile:
+        trainer.add_callback(WarmUp(trainer, *full_row))
     if data_args.use_packed_ds and (args.check_isolation or not model.family_is_known):
         trainer.add_callback(IsolationCheck(trainer))
     return Run(trainer, quarantine, epochs, kernel.name, zero_stage(args), checkpoint)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
@@ -42,6 +42,7 @@ from internvl_pack.stream.loader import PackLoader
 from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .interruption import StopRequest
+from .optimizer_step import StepTrainer
 from .ranks import Ranks
 from .router_loss import RouterLoss
 from .sample_log import batch_ids
@@ -68,7 +69,7 @@ _COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_til
 _VECTOR = ("loss_weight", "has_data", "failed", "capacity", *_COUNTS)
 
 
-class PackTrainer(Trainer):
+class PackTrainer(StepTrainer):
     """Trains a `PackedModel` on the batches of a `PackLoader`.
 
     Args:
@@ -208,7 +209,7 @@ class PackTrainer(Trainer):
         else:
             weights, averaged = figures["own_loss_weight"], self.ranks.sequence_parallel_size
         self._normalizer = weights / averaged if weights > 0 else 1.0
-        return batches, torch.tensor(self._normalizer, device=device)
+        return batches, None  # a number on the host, where compute_loss finds it: the device is not waited for
 
     def _next_step(self, batches: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:
         """This rank's micro-batches of the next step, none at the end of the epoch; or what reading them raised."""
@@ -265,9 +266,9 @@ class PackTrainer(Trainer):
 
     def ledger_of_epoch(self) -> Ledger:
         """What became of the samples of this epoch so far; all processes call it together."""
-        return self.loader.ledger_of(self._losses())
+        return self.loader.ledger_of(self._lost())
 
-    def _losses(self) -> Losses:
+    def _lost(self) -> Losses:
         """What no rank could decode in this epoch; all processes call it together."""
         return Losses.merged(self.ranks.gather_books(self.loader.losses.state_dict(), self._cpu_group()))
 
@@ -295,12 +296,12 @@ class PackTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        normalizer = self._normalizer if num_items_in_batch is None else num_items_in_batch
         if self.router_loss is not None:
             self.router_loss.before_forward(model, self._prepare_inputs)
-        outputs = model(**inputs, loss_normalizer=normalizer)
+        outputs = model(**inputs, loss_normalizer=self._normalizer)
         if self.router_loss is not None:
             outputs.loss = outputs.loss + self.router_loss.of(outputs)
+        self.read_loss(outputs["loss"])
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -369,7 +370,7 @@ class PackTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if self.args.save_only_model:
             return  # nothing to go on from: it must not look complete
-        losses = self._losses().state_dict()
+        losses = self._lost().state_dict()
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             more = {

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if args.workers < 0:
             raise UserError(f"--workers is {args.workers}: give at least 0")
         print("--workers makes no difference: the steps are the same with any number of readers", file=sys.stderr)
-    lengths, largest_image = _lengths(args, config)
+    lengths, largest_image = lengths_of(args, config)
     if args.samples is not None:
         lengths = lengths.drawn(args.samples, args.seed)
     if args.suggest:
@@ -88,8 +88,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lengths(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTable, int | None]:
-    """The lengths, and the tiles of the largest image where that is known."""
+def lengths_of(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTable, int | None]:
+    """The lengths that `args.lengths` names, and the tiles of the largest image where that is known.
+
+    Raises:
+        UserError: they cannot be read, or a meta file comes without a tokenizer.
+    """
     name = args.lengths
     if name == "-":
         return read_lengths(sys.stdin, "standard input"), None
@@ -111,7 +115,7 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
     samples = open_samples(args)
     samples.check_some(samples.num_rows)
     room = config.room
-    if args.suggest:  # budgets of the grid are smaller
+    if getattr(args, "suggest", False):  # budgets of the grid are smaller
         room = room._replace(max_tokens=min(TOKEN_BUDGETS), max_tiles=1)
     survey = Survey(samples, room, root_of(None))
     measure_with_bar(survey)

@@ -17,7 +17,7 @@ from ..checkpoints.internvl_format_files import load_original, load_original_vis
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
 from .attention import register_packed_attention, select_kernel
-from .compiled import compile_blocks, is_zero3
+from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
 from .freeze import freeze
@@ -25,6 +25,7 @@ from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
 from .resize import fit_vocabulary, resize_positions
 from .vision import add_drop_path, use_tile_attention
+from .zero3 import gather_by_layers, is_zero3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,8 +105,6 @@ def build_model(
     if router_loss_coef:
         packed.balance_routers()
     choose_experts(packed.language_model, experts_implementation)
-    if is_zero3(packed):
-        gather_experts_together(packed.language_model)
     check_vision_micro_tiles(packed)
     if drop_path_rate:
         if not packed.has_vision:
@@ -127,6 +126,11 @@ def build_model(
         packed.gradient_checkpointing_enable()
     if compile:
         compile_blocks(packed, recompute=compile_recompute, fused_vision=fused_vision)
+    if is_zero3(packed):
+        try:
+            gather_by_layers(repeated_blocks(packed))
+        except AttributeError:  # a decoder of another make: a matrix at a time, experts together
+            gather_experts_together(packed.language_model)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed

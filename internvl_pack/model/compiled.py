@@ -38,6 +38,7 @@ from .experts import expert_blocks
 from .loss import fusible_loss_and_gradient, loss_and_gradient
 from .parts import decoder_layers, vision_layers
 from .vision import compile_patches, fuse_tower
+from .zero3 import check_zero3_compiles, is_zero3
 
 if TYPE_CHECKING:
     from .packed import PackedModel
@@ -77,7 +78,7 @@ def compile_blocks(
     check_compilable(packed)
     if recompute not in RECOMPUTE:
         raise UserError(f"--compile_recompute {recompute}: choose from {', '.join(RECOMPUTE)}")
-    blocks = compiled_modules(packed)
+    blocks = repeated_blocks(packed)
     keep_less = with_memory_budget(backend, BELOW_ALL)
     decoder = {type(layer) for layer in decoder_layers(packed.language_model)}
     compiled = {}
@@ -87,7 +88,7 @@ def compile_blocks(
     for block in blocks:
         block.forward = CompiledForward(block, compiled[type(block)])
     compile_patches(packed, backend)
-    if packed.has_vision and fused_vision:
+    if packed.has_vision and fused_vision and not is_zero3(packed):  # which gathers a compiled layer at a time
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     if packed.head.loss_kernel is loss_and_gradient:
@@ -151,7 +152,7 @@ def _raw_forward(kind: type[nn.Module]) -> Callable[..., Any]:
     return inspect.unwrap(kind.forward) if _checkpoints_in_forward(kind) else kind.forward
 
 
-def compiled_modules(packed: PackedModel) -> list[nn.Module]:
+def repeated_blocks(packed: PackedModel) -> list[nn.Module]:
     """The layers of the vision tower, the projector, the decoder layers and the norm after them."""
     blocks: list[nn.Module] = []
     if packed.has_vision:
@@ -165,7 +166,7 @@ def check_compilable(packed: PackedModel) -> None:
     """Refuse by name what does not go with compilation.
 
     Raises:
-        UserError: ZeRO-3, a family that is not known to compile, or no compiler for the device.
+        UserError: a family that is not known to compile, or a config of ZeRO-3 that does not go with it.
     """
     family = packed.config.get_text_config().model_type
     if family not in COMPILED_FAMILIES:
@@ -180,14 +181,4 @@ def check_compilable(packed: PackedModel) -> None:
             "has, which breaks the layer apart; use grouped_mm"
         )
     if is_zero3(packed):
-        raise UserError(
-            "--compile with ZeRO-3: its parameters come and go inside the compiled layers; use --deepspeed zero_stage1 "
-            "or zero_stage2, or leave --compile out"
-        )
-
-
-def is_zero3(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 has partitioned the model's weights, or will."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    return any(hasattr(p, "ds_id") for p in model.parameters()) or is_deepspeed_zero3_enabled()
+        check_zero3_compiles()

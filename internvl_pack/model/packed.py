@@ -90,6 +90,7 @@ class PackedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.training = model.training  # until it is told otherwise, as the modules inside
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # see compiled.py
         self.sequence_group: SequenceGroup | None = None  # see parallel/
@@ -389,6 +390,10 @@ class PackedModel(nn.Module):
         output.num_targets = torch.full((), len(positions), device=hidden.device)
 
     # --- what the Trainer and DeepSpeed look for ---------------------------------------------------
+
+    def train(self, mode: bool = True) -> PackedModel:
+        """As of any module, but at once where it is so already: a Trainer says it before every row."""
+        return self if self.training == mode else super().train(mode)
 
     @property
     def config(self) -> Any:

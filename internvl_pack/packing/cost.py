@@ -35,8 +35,8 @@ class CostModel:
     attention: int
     tile: int
 
-    def of(self, num_tokens: int, num_tiles: int) -> int:
-        """The cost of one segment."""
+    def of(self, num_tokens: Any, num_tiles: Any) -> Any:
+        """The cost of one segment; arrays give an array."""
         return num_tokens * (self.token + self.attention * num_tokens) + self.tile * num_tiles
 
     def of_pack(self, segments: Iterable[tuple[int, int]]) -> int:

@@ -14,11 +14,12 @@ from helpers.model_samples import (
     tiny_packed,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.integrations import HfDeepSpeedConfig
 
 from internvl_pack.errors import UserError
 from internvl_pack.model import compiled
 from internvl_pack.model.build import check_vision_micro_tiles
-from internvl_pack.model.compiled import compile_blocks, compiled_modules
+from internvl_pack.model.compiled import compile_blocks, repeated_blocks
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.model.vision.drop_path import add_drop_path
 
@@ -111,7 +112,7 @@ def test_under_autocast_it_compiles_too(tokenizer):
 def test_names_of_parameters_stay(tokenizer):
     packed = tiny_packed(tokenizer)
     names = list(packed.state_dict())
-    assert compile_blocks(packed, backend="eager") == len(compiled_modules(packed)) == 2 + 1 + 2 + 1
+    assert compile_blocks(packed, backend="eager") == len(repeated_blocks(packed)) == 2 + 1 + 2 + 1
     assert list(packed.state_dict()) == names
 
 
@@ -122,13 +123,22 @@ def test_the_isolation_check_runs_on_a_compiled_model(tokenizer):
 
 
 def test_what_does_not_compile_is_refused_by_name(tokenizer, monkeypatch):
+    monkeypatch.setattr(compiled, "COMPILED_FAMILIES", frozenset({"llama"}))
+    with pytest.raises(UserError, match="--compile with a 'qwen2' language model"):
+        compile_blocks(tiny_packed(tokenizer))
+
+
+@pytest.mark.parametrize(("linear", "refused"), [({}, True), ({"memory_efficient_linear": False}, False)])
+def test_zero_3_is_refused_where_deepspeed_replaces_linear_layers(tokenizer, linear, refused):
     packed = tiny_packed(tokenizer)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="--compile with a 'qwen2' language model"):
-        patch.setattr(compiled, "COMPILED_FAMILIES", frozenset({"llama"}))
-        compile_blocks(packed)
     packed.language_model.norm.weight.ds_id = 1  # as ZeRO-3 marks what it has partitioned
-    with pytest.raises(UserError, match="--compile with ZeRO-3"):
-        compile_blocks(packed)
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3, **linear}})
+    assert config.is_zero3()
+    if refused:
+        with pytest.raises(UserError, match="memory_efficient_linear to false"):
+            compile_blocks(packed, backend="eager")
+    else:
+        compile_blocks(packed, backend="eager")
 
 
 def test_vision_micro_tiles_are_refused_with_zero_3(tokenizer):

@@ -1,0 +1,159 @@
+"""Memory of a GPU in training, by part, from a model's config alone. Pure Python.
+
+P parameters, of which T are trained, in half precision with AdamW, N GPUs. In bytes, while gradients are made:
+
+    weights       2 P                    2 P / N with ZeRO-3
+    gradients     2 T                    2 T / N with ZeRO-3
+    optimizer     12 T / N               float32 weights and two moments; 12 T without ZeRO
+    buckets       of ZeRO: gradients on their way; with ZeRO-3 the two largest layers, whole
+    activations   of a full row: what each layer keeps, or its input where it computes again, and one layer's then
+
+and in the optimizer's step, where there are no activations and no buckets, 8 T / N instead of the gradients: those of a
+rank's own part as they are, once more in one piece, and that in float32. The larger of the two is the peak.
+
+A compiled layer keeps of a token or a patch, in elements (h: width, i: of the MLP, k: of keys and values):
+
+    decoder       4 h + 2 k + 2 i        inputs of its matrix products; norms and activations are made again
+    vision        8 h + 2 i              with norms' and GELU's outputs
+
+Layers that are not compiled keep about a third more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+
+HALF, FLOAT = 2, 4  # bytes
+BUCKET = 500_000_000  # elements of a bucket of gradients, in the configs shipped
+UNCOMPILED = 1.35
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What memory depends on.
+
+    Attributes:
+        vision_layers, decoder_layers: parameters of all layers of a tower.
+        rest: parameters of embeddings, head and projector.
+        depths: how many layers, vision and decoder.
+        kept: bytes that a compiled layer keeps of a tile, and of a token.
+        inputs: bytes of a layer's input, likewise.
+        vocabulary, width: of the head.
+    """
+
+    vision_layers: int
+    decoder_layers: int
+    rest: int
+    depths: tuple[int, int]
+    kept: tuple[int, int]
+    inputs: tuple[int, int]
+    vocabulary: int
+    width: int
+
+    @property
+    def parameters(self) -> int:
+        return self.vision_layers + self.decoder_layers + self.rest
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes:
+        """From a `config.json` of an InternVL, in transformers' layout or its own.
+
+        Raises:
+            UserError: a number that is needed is missing.
+        """
+        text, vision = config.get("text_config") or config.get("llm_config"), config.get("vision_config")
+        if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
+            raise UserError("the config has no text_config (or llm_config) and vision_config")
+        try:
+            h, i, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
+            heads, vocabulary = text["num_attention_heads"], text["vocab_size"]
+            w, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
+            side, patch = (_side(vision[name]) for name in ("image_size", "patch_size"))
+        except KeyError as error:
+            raise UserError(f"{error.args[0]} is missing in the model's config") from error
+        head = text.get("head_dim") or h // heads
+        queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
+        shrink = config.get("downsample_ratio", 0.5)
+        patches, merged = (side // patch) ** 2 + 1, round(w / shrink**2)
+        tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", h < SMALLEST_UNTIED))
+        return cls(
+            vision_layers=depth * (4 * w * w + 2 * w * inner),
+            decoder_layers=layers * (2 * h * queries + 2 * h * keys + 3 * h * i),
+            rest=vocabulary * h * (1 if tied else 2) + merged * h + h * h + 3 * patch**2 * w + patches * w,
+            depths=(depth, layers),
+            kept=(HALF * patches * (8 * w + 2 * inner), HALF * (4 * h + 2 * keys + 2 * i)),
+            inputs=(HALF * patches * w, HALF * h),
+            vocabulary=vocabulary,
+            width=h,
+        )
+
+
+#: Width from which on language models of the family have a head of their own (Qwen2.5: 0.5B to 3B are tied).
+SMALLEST_UNTIED = 3000
+
+
+def _side(value: Any) -> int:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one GPU; see the top of this file."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buckets: int
+    activations: int
+    step: int
+
+    @property
+    def peak(self) -> int:
+        passes = self.weights + self.gradients + self.optimizer + self.buckets + self.activations
+        return max(passes, self.weights + self.optimizer + self.step)
+
+
+def memory(
+    sizes: Sizes,
+    *,
+    gpus: int,
+    zero: int,
+    tokens: int,
+    tiles: int,
+    checkpointed: bool,
+    compiled: bool = True,
+    loss_chunk: int = 1024,
+) -> Memory:
+    """Of a run that trains all parameters.
+
+    Args:
+        zero: the ZeRO stage, 0 for none.
+        tokens, tiles: of a full row.
+        checkpointed: whether every layer computes again, or none.
+    """
+    p, parts = sizes.parameters, gpus if zero else 1
+    here = p // gpus if zero == 3 else p
+    layers = (sizes.vision_layers // max(1, sizes.depths[0]), sizes.decoder_layers // max(1, sizes.depths[1]))
+    bucket = 0 if not zero else HALF * BUCKET * (2 if zero == 2 else 1)
+    if zero == 3:
+        bucket = HALF * (2 * max(layers) + sizes.rest)
+    row = (tiles, tokens)
+    whole = [k * n * (1.0 if compiled else UNCOMPILED) for k, n in zip(sizes.kept, row, strict=True)]
+    if checkpointed:
+        activations = sum(i * n * d for i, n, d in zip(sizes.inputs, row, sizes.depths, strict=True)) + max(whole)
+    else:
+        activations = sum(layer * d for layer, d in zip(whole, sizes.depths, strict=True))
+    logits = loss_chunk * sizes.vocabulary * (HALF + FLOAT) + HALF * sizes.vocabulary * sizes.width
+    own = p // parts
+    return Memory(
+        weights=HALF * here,
+        gradients=HALF * (here if zero == 3 else p // gpus if zero == 2 else p),
+        optimizer=3 * FLOAT * own,
+        buckets=bucket,
+        activations=int(activations) + logits,
+        step=(2 * HALF + FLOAT) * own,
+    )

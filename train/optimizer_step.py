@@ -1,0 +1,237 @@
+"""The optimizer's step: no host waits for the device on the way, and gradients that are not finite change nothing.
+
+    forward | backward | norm | clip, AdamW, weights to half precision      the device, one after the other
+        loss -> host      norm -> host                                      copied when there, read when logged
+
+DeepSpeed's ZeRO 1 and 2 look for infinite gradients one parameter at a time, make the norm one parameter at a time, and
+wait for both before the rest of the step is issued. The norm alone tells as much: it is not finite where a gradient is
+not. Here it is made for all parameters at once, and the host reads it beside the optimizer's work, which it has issued
+by then: AdamW's fused kernel is given a flag on the device that says whether to change anything. Other optimizers have
+no such flag: for them the host waits for the norm, and issues the rest, or not.
+
+A step that was not made changes neither weights nor the optimizer's states nor the learning rate, whatever the way of
+sharding, and is told in one line with the ids of its samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class Reading:
+    """A scalar of the device's on its way to the host; to read it is not to wait for what was issued after it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        value = value.detach()
+        if value.is_cuda:
+            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+            self._there: torch.cuda.Event | None = torch.cuda.Event()
+            self._there.record()
+        else:
+            self._host, self._there = value.clone(), None
+
+    def number(self) -> float:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host.item()
+
+
+class StepTrainer(Trainer):
+    """The part of a Trainer that steps and logs steps."""
+
+    ranks: Any
+    step_sample_ids: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: list[Reading] = []  # of the micro-steps since the last log
+        self._zero: ZeroStep | None = None
+        self.add_callback(SkippedSteps(self))
+
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        raise NotImplementedError("of the trainer that has ranks")
+
+    def read_loss(self, loss: torch.Tensor) -> None:
+        """To be called with the loss of each micro-step, as soon as it is issued."""
+        self._losses.append(Reading(loss))
+
+    def prepare_steps(self) -> None:
+        """To be called when model and optimizer are wrapped."""
+        engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
+        if engine is not None and ZeroStep.knows(engine.engine):
+            self._zero = ZeroStep(engine.engine)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """None: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
+        return 0
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return super()._clip_grad_norm(model) if self._zero is None else self._zero.norm()
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if self._zero is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)
+        return self._zero.norm()
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: torch.nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._log_steps(tr_loss, grad_norm, start_time, learning_rate)
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
+        )
+
+    def _log_steps(self, tr_loss: torch.Tensor, grad_norm: Any, started: float, learning_rate: float | None) -> None:
+        """What the Trainer logs, with the loss as it was read, not asked for again."""
+        own, self._losses = sum(reading.number() for reading in self._losses), []
+        loss = torch.tensor(own, dtype=torch.float64)
+        if self.ranks.processes > 1:
+            dist.all_reduce(loss, group=self._cpu_group())
+            loss /= self.ranks.processes
+        tr_loss.zero_()
+        logs = {"loss": loss.item() / (self.state.global_step - self._globalstep_last_logged)}
+        if grad_norm is not None:
+            logs["grad_norm"] = float(grad_norm)
+        logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+        self._total_loss_scalar += loss.item()
+        self._globalstep_last_logged = self.state.global_step
+        self.store_flos()
+        self.log(logs, started)
+
+
+class SkippedSteps(TrainerCallback):
+    """Skips steps without DeepSpeed, which does so by itself, and tells of all that were skipped."""
+
+    def __init__(self, trainer: StepTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.prepare_steps()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
+            return
+        optimizer: Any = trainer.optimizer
+        gradients = [p.grad for p in trainer.model_wrapped.parameters() if p.grad is not None]
+        finite = not gradients or math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
+        optimizer._is_overflow = not finite  # what accelerate sets where a step of float16 was not made
+        if not finite:
+            trainer.model_wrapped.zero_grad(set_to_none=True)  # an optimizer leaves alone what has no gradient
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        if args.fp16 or not trainer.accelerator.optimizer_step_was_skipped:  # float16 finds its scale by such steps
+            return
+        everyones = trainer.ranks.gather_books(trainer.step_sample_ids, trainer._cpu_group())
+        ids = ", ".join(name for names in everyones for name in names)
+        logger.warning("step %d is skipped: the gradient is not finite; its samples: %s", state.global_step, ids)
+
+
+class ZeroStep:
+    """The norm of DeepSpeed's ZeRO-1 and 2 optimizer made at once, and read beside its step.
+
+    Takes the place of methods of this one optimizer and engine: DeepSpeed has no setting for them. Where it searches
+    gradients (`bf16.check_grad_overflow`, its default), that stays as it is.
+
+    Args:
+        engine: that `knows` holds for.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.zero = engine, engine.optimizer
+        self.reading: Reading | None = None
+        zero = self.zero
+        zero.scaled_global_norm = MethodType(self._norm_of_all, zero)
+        engine.zero_grad = _already_zero  # which the Trainer calls once more
+        if zero.dtype != torch.bfloat16 or zero.check_grad_overflow:
+            self.on_device = False
+            return
+        # A scheduler of DeepSpeed's is stepped with the optimizer, before the host has read the norm.
+        self.on_device = is_fused_adam(zero.optimizer) and engine.lr_scheduler is None
+        if self.on_device:
+            zero.unscale_and_clip_grads = MethodType(_clip, zero)
+        else:
+            zero.check_grad_overflow = True  # what the norm says ...
+            zero.check_overflow = _no_search  # ... and that alone
+
+    @staticmethod
+    def knows(engine: Any) -> bool:
+        """Whether this is a step of ZeRO 1 or 2 on the device, of a whole model."""
+        zero = engine.optimizer
+        names = ("scaled_global_norm", "averaged_gradients", "check_grad_overflow", "real_dp_process_group")
+        return (
+            engine.zero_optimization_stage() in (1, 2)
+            and all(hasattr(zero, name) for name in (*names, "unscale_and_clip_grads", "check_overflow"))
+            and not zero.cpu_offload
+            and not zero.has_moe_layers
+            and engine.mpu is None
+            and zero.dtype != torch.float16
+            and getattr(zero, "compute_grad_norm", True)
+        )
+
+    def norm(self) -> float:
+        """Of the step's gradients before they were clipped; tells DeepSpeed of a step that changed nothing."""
+        if self.reading is None:  # the search has found something
+            return math.inf
+        norm, self.reading = self.reading.number(), None
+        if self.on_device and not math.isfinite(norm):
+            self.zero.overflow = True
+            self.engine.skipped_steps += 1
+        return norm
+
+    def _norm_of_all(self, zero: Any, norm_type: int = 2) -> torch.Tensor:
+        """Of the gradients of all ranks, a float32 scalar on the device; infinite or NaN where one of them is."""
+        assert norm_type == 2, "the only one DeepSpeed asks for"
+        own = []
+        for gradients in zero.averaged_gradients.values():
+            own += [g for g in gradients or () if not getattr(g, "_zero_padding", False)]
+        squares = torch.zeros((), dtype=torch.float32, device=zero.device)
+        if own:
+            squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
+        dist.all_reduce(squares, group=zero.dp_process_group)
+        norm = squares.sqrt()
+        self.reading = Reading(norm)
+        if self.on_device:
+            zero.optimizer.found_inf = (~norm.isfinite()).float()
+        return norm
+
+
+def is_fused_adam(optimizer: Any) -> bool:
+    """Whether it leaves all as it is where `found_inf` is 1, as it does for a GradScaler."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
+
+
+def _clip(zero: Any, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
+    """As DeepSpeed clips, without asking the device whether the norm is a number."""
+    if zero.clip_grad > 0.0:
+        factor = zero.clip_grad / (norm + 1e-6)
+        for gradient in gradients:
+            gradient.mul_(factor.clamp(max=1.0))
+
+
+def _already_zero() -> None:
+    """The optimizer has let go of all gradients."""
+
+
+def _no_search(partition_gradients: bool = True) -> None:
+    """For all gradients one by one."""
