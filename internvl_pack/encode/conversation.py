@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from internvl_pack.encode.chat import Turn
+from internvl_pack.encode.fields import system_of
+from internvl_pack.encode.notations import bind_other_notations
 from internvl_pack.errors import SampleError
 
 PLACEHOLDER = "<image>"
@@ -20,23 +23,32 @@ _ROLES = {"system": "system", "human": "human", "user": "human", "gpt": "gpt", "
 _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
 _VIDEO_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<video>|<video>[^\S\n]*$", re.MULTILINE)
 
+MAX_TURNS = 10_000
+"""Turns of a sample: more are damage, or a file in one record. So many take 0.1 s."""
+MAX_IMAGES = 10_000
+"""Images of a sample, of which each header is read: 1 s for so many."""
+
 
 def turns_of(data: Mapping) -> list[tuple[str, str]]:
     """(role, text) of each turn, roles as "system", "human", "gpt".
 
-    Raises SampleError `no_conversation`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
-    `system_turn_not_first`.
+    The record's own `system` comes first where no turn is one.
+
+    Raises SampleError `no_conversation`, `too_many_turns`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
+    `turn_ambiguous`, `system_turn_not_first`, `system_field`.
     """
     conversation = data.get("conversations")
     if not isinstance(conversation, list) or not conversation:
         raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
+    if len(conversation) > MAX_TURNS:
+        raise SampleError("too_many_turns", f"{len(conversation)} turns, more than {MAX_TURNS}")
     turns: list[tuple[str, str]] = []
     for number, turn in enumerate(conversation, 1):
         if not isinstance(turn, dict):
             raise SampleError(
                 "turn_not_object", f"turn {number} is {_kind(turn)}, not an object with 'from' and 'value'"
             )
-        name = turn["from"] if "from" in turn else turn.get("role")
+        name = _one_of(turn, "from", "role", number, _ROLES)
         role = _ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             raise SampleError(
@@ -44,8 +56,23 @@ def turns_of(data: Mapping) -> list[tuple[str, str]]:
             )
         if role == "system" and turns:
             raise SampleError("system_turn_not_first", f"turn {number} is a system turn; only the first one may be")
-        turns.append((role, _text_of(turn["value"] if "value" in turn else turn.get("content"), number)))
+        turns.append((role, _text_of(_one_of(turn, "value", "content", number), number)))
+    system = system_of(data)
+    if system is None:
+        return turns
+    if turns[0][0] != "system":
+        return [("system", system), *turns]
+    if turns[0][1] != system:
+        raise SampleError("system_field", "field 'system' and the system turn differ: keep one of them")
     return turns
+
+
+def _one_of(turn: Mapping, name: str, other: str, number: int, same: Mapping = MappingProxyType({})) -> object:
+    """A turn's value under one of two names; null is absent. `same` maps words to what they mean."""
+    given = [turn[key] for key in (name, other) if turn.get(key) is not None]
+    if len(given) == 2 and given[0] != given[1] and same.get(str(given[0]), 0) != same.get(str(given[1]), 1):
+        raise SampleError("turn_ambiguous", f"turn {number} has both {name!r} and {other!r}, which differ")
+    return given[0] if given else None
 
 
 def image_names_of(data: Mapping) -> list[str]:
@@ -62,6 +89,8 @@ def image_names_of(data: Mapping) -> list[str]:
         return [names]
     if not isinstance(names, list):
         raise SampleError("image_field", f"field 'image' is {_kind(names)}, not a string or a list of strings")
+    if len(names) > MAX_IMAGES:
+        raise SampleError("too_many_images", f"{len(names)} images, more than {MAX_IMAGES}")
     for number, name in enumerate(names, 1):
         if not isinstance(name, str) or not name:
             raise SampleError("image_field", f"entry {number} of field 'image' is {_kind(name)}, not a file name")
@@ -73,10 +102,12 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
 
     `<image>` counts in human turns only. With as many as images, each is one, in order. With images and no `<image>`,
     all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
-    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing.
+    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. Other
+    notations of an image (`<IMAGE>`, `<image_1>`) are taken for `<image>` where that is clear, see notations.py.
 
     Raises SampleError `placeholder_mismatch`.
     """
+    turns = bind_other_notations(turns, num_images)
     human = [text for role, text in turns if role == "human"]
     found = sum(text.count(PLACEHOLDER) for text in human)
     if num_images == 0:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from internvl_pack.encode.augment import recompress
-from internvl_pack.encode.chat import Part, make_template, single_token
+from internvl_pack.encode.chat import Part, make_template, single_token, without_answers
 from internvl_pack.encode.conversation import bind_images, image_names_of, turns_of
+from internvl_pack.encode.fields import refuse_fields, trained_answers
 from internvl_pack.encode.images import ImageRules, check_pixels, decode_tiles, empty_tiles, image_size_of
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
@@ -175,7 +176,10 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
+        refuse_fields(raw.data)
         turns = turns_of(raw.data)
+        in_record = len(raw.data["conversations"])
+        flags = trained_answers(raw.data, [role for role, _ in turns[-in_record:]])
         names = image_names_of(raw.data)
         video = video_of(raw.data)
         frames: tuple[PlannedFrame, ...] = ()
@@ -183,6 +187,8 @@ class Encoder:
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
         parts = self._template.layout(bind_images(turns, len(frames) or len(names)))
+        if flags is not None:
+            parts = without_answers(parts, flags)
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
         images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
