@@ -42,6 +42,9 @@ class ImageRules:
 
 DEFAULT_RULES = ImageRules()
 
+MAX_INTERMEDIATE_PIXELS = 1 << 24
+"""Pixels that may lie between the two halves of a resize, or as many as the picture has: 50 MB."""
+
 
 def header_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES) -> Header:
     """The header of an image reference, from its first bytes. Raises SampleError, see read_header."""
@@ -186,6 +189,9 @@ def _resize(image: torch.Tensor, height: int, width: int, size: tuple[float, flo
         resized = bicubic(image, scale_factor=_factors(height, width, size))
         assert resized.shape[2:] == (height, width), "rounding of the scale"
         return resized[0]
+    if image.shape[2] * width > max(MAX_INTERMEDIATE_PIXELS, image.shape[2] * image.shape[3]):
+        # torch resizes along the rows first; a picture that is thin and long must shrink before it grows.
+        image = bicubic(image, (height, image.shape[3]))
     return bicubic(image, (height, width))[0]
 
 

@@ -14,6 +14,7 @@ from ..errors import MACHINE_ERRORS, SampleError
 from . import remote
 from .addresses import about_to_ask, is_remote, pread_all, system_path
 from .files import Stamp, read_at
+from .names import hint_of, other_forms, refuse_embedded
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -48,11 +49,22 @@ def _sample_error(path: str, error: Exception) -> SampleError:
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
         raise error
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return SampleError("image_missing", f"there is no file {path!r}")
+        return SampleError("image_missing", f"there is no file {path!r:.300}{hint_of(path)}")
     if isinstance(error, OSError):
         what = getattr(error, "what", None) or error.strerror or error  # a RemoteError's without its address
-        return SampleError("image_unreadable", f"{path!r}: {what}")
-    return SampleError("image_missing", f"{path!r} cannot be a file name: {error}")
+        return SampleError("image_unreadable", f"{path!r:.300}: {what}")
+    return SampleError("image_missing", f"{path!r:.300} cannot be a file name: {error}")
+
+
+def _open_either_form(path: str, flags: int) -> int:
+    """A descriptor of a file by its name, or by the same name in the other normal form of Unicode (see names.py)."""
+    try:
+        return os.open(system_path(path), flags)
+    except FileNotFoundError:
+        for other in other_forms(path):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(system_path(other), flags)
+        raise
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class FileRef:
         """(descriptor, size in bytes)"""
         try:
             # not blocking: a pipe by that name must not hang the worker before it is refused
-            fd = os.open(system_path(self.path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            fd = _open_either_form(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except (OSError, ValueError) as error:
             raise _sample_error(self.path, error) from None
         found = os.fstat(fd)
@@ -232,6 +244,7 @@ class FolderResolver:
         """Raises SampleError where `name` cannot name a file; a file that is absent shows when it is read."""
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no file name")
+        refuse_embedded(name)
         path = name if is_remote(name) else os.path.join(self.root, name)
         if is_remote(path):
             return RemoteRef(path)

@@ -412,7 +412,7 @@ def test_names_may_lead_out_of_the_root(images):
         ("gone.jpg", "image_missing"),
         ("a.jpg/b.jpg", "image_missing"),
         ("a\0.jpg", "image_missing"),
-        ("x" * 5000, "image_unreadable"),
+        ("x-" * 2500, "image_unreadable"),
         ("sub", "image_not_a_file"),
         ("pipe.jpg", "image_not_a_file"),
         ("/dev/zero", "image_not_a_file"),
