@@ -210,6 +210,7 @@ def asked(monkeypatch) -> Counter:
         found[address] += 1
         return png(112, 56, 7)
 
+    monkeypatch.setenv("INTERNVL_PACK_ALLOW_REMOTE", "far.example")
     monkeypatch.setattr(remote, "fetch", fetch)
     monkeypatch.setattr(remote, "copy_of", lambda *_, **__: pytest.fail("copied"))
     return found

@@ -15,6 +15,7 @@ from . import remote
 from .addresses import about_to_ask, is_remote, pread_all, system_path
 from .files import Stamp, read_at
 from .names import hint_of, other_forms, refuse_embedded
+from .reach import check_address, check_inside, hosts_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -234,18 +235,25 @@ class RemoteRef:
 class FolderResolver:
     """Finds the files that a record names, below the dataset's `root`.
 
-    Either may be an address. Names are joined to `root` as `os.path.join` does: an absolute name stands for itself,
-    and `..` may lead out of `root`, since whoever wrote the annotation file may read these files anyway.
+    Either may be an address. Names are joined to `root` as `os.path.join` does, so that an absolute name stands for
+    itself; what they may reach is decided in reach.py.
+
+    Args:
+        root: of the dataset; "" where names are absolute.
+        hosts: those that the meta file names, as `reach.host_of` writes them.
     """
 
     root: str
+    hosts: frozenset[str] = frozenset()
 
     def __call__(self, name: str) -> ImageRef:
-        """Raises SampleError where `name` cannot name a file; a file that is absent shows when it is read."""
+        """Raises SampleError where `name` cannot or may not name a file; one that is absent shows when it is read."""
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no file name")
         refuse_embedded(name)
-        path = name if is_remote(name) else os.path.join(self.root, name)
-        if is_remote(path):
-            return RemoteRef(path)
-        return FileRef(path)
+        if is_remote(name):
+            check_address(name, self.hosts | hosts_of([self.root]))
+            return RemoteRef(name)
+        path = os.path.join(self.root, name)
+        check_inside(self.root, path)
+        return RemoteRef(path) if is_remote(path) else FileRef(path)
