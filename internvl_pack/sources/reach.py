@@ -11,7 +11,7 @@ import ipaddress
 import os
 import posixpath
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
 from ..errors import SampleError
@@ -39,8 +39,8 @@ def _allowed_by_user() -> frozenset[str] | None:
     return None if text is None else frozenset(word.strip().lower() for word in text.split(",") if word.strip())
 
 
-def _is_named(host: str, names: Iterable[str]) -> bool:
-    return host in names or ("://" not in host and urlsplit(f"//{host}").hostname in names)
+def _is_named(host: str, names: Collection[str]) -> bool:
+    return host in names or ("://" not in host and (urlsplit(f"//{host}").hostname or "") in names)
 
 
 def check_address(address: str, hosts: frozenset[str]) -> None:
