@@ -25,7 +25,7 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from train.checkpoint import PACKING_STATE, load_packing_state
+from train.checkpoint import load_packing_state
 from train.environment import (
     INTERRUPTED,
     USER_ERROR,
@@ -124,7 +124,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.original_files import chat_style
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
-    from train import progress, sequence
+    from train import checkpoint_folders, progress, sequence
     from train.callbacks import Epochs, IsolationCheck, PackingReport, RunOptions
     from train.forecast import FirstPacks
     from train.quarantine import Quarantine
@@ -145,7 +145,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     seed = args.seed if args.data_seed is None else args.data_seed
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     packing = balanced_by_the_model(packing, model_args, data_args)
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    found = checkpoint_folders.find(args.resume_from_checkpoint, args.output_dir)
+    checkpoint = None if found is None else str(found)
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
     tokenizer = load_tokenizer(model_args)
@@ -348,26 +349,6 @@ def patch_size(model_args: Any) -> int:
         raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
     size = config.get("vision_config", config).get("patch_size", 14)
     return size if isinstance(size, int) else size[0]
-
-
-def find_checkpoint(value: str | None, output_dir: str) -> str | None:
-    """The checkpoint to go on from: a folder, or with `auto` (or True) the newest complete one of output_dir, if any.
-
-    Raises:
-        UserError: the folder named is no checkpoint.
-    """
-    if value is None or value.lower() in ("false", "no", "none", ""):
-        return None
-    if value.lower() in ("auto", "true", "yes", "last"):
-        complete = (path.parent for path in Path(output_dir).glob(f"checkpoint-*/{PACKING_STATE}"))
-        numbered = [path for path in complete if path.name.partition("-")[2].isdigit()]
-        newest = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
-        return None if newest is None else str(newest)
-    if not (Path(value) / PACKING_STATE).is_file():
-        raise UserError(
-            f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"
-        )
-    return value
 
 
 def saved_lanes(checkpoint: str | None) -> int | None:

@@ -38,7 +38,8 @@ from internvl_pack.parallel.slices import count_slice_targets
 from internvl_pack.plan import EpochPlan, plan_epochs
 from internvl_pack.report.ledger import Ledger
 
-from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
+from . import checkpoint_folders
+from .checkpoint import load_packing_state, make_universal
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
 from .interruption import StopRequest
@@ -368,19 +369,34 @@ class PackTrainer(Trainer):
         self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.save_only_model:
-            return  # nothing to go on from: it must not look complete
+        output_dir = Path(self._get_output_dir(trial=trial))
+        folder = output_dir / f"checkpoint-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the Trainer would remove before the mark
+        try:
+            with checkpoint_folders.writing_to(folder):
+                if self.args.should_save:
+                    checkpoint_folders.unmark(folder)
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
+                    self._mark(folder)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            checkpoint_folders.rotate(output_dir, limit, None if best is None else Path(best))
+
+    def _mark(self, folder: Path) -> None:
+        """Declare a checkpoint complete, with the state of all lanes; all ranks call it together."""
         states = self.ranks.gather_books(self.loader.state_dict(), self._cpu_group())
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             more = {
                 "world_size": self.ranks.processes,  # which the optimizer's shards are for
                 "sequence_parallel_size": self.ranks.sequence_parallel_size,
                 "ended": self._books_of_ended_epochs(),
                 "totals": self.metrics.total,
+                checkpoint_folders.OPTIMIZER: checkpoint_folders.optimizer_options(self.args),
             }
-            write_json(folder / PACKING_STATE, merge_states(states) | more | self.also_saved)
+            checkpoint_folders.mark(folder, merge_states(states) | more | self.also_saved)
 
     def _books_of_ended_epochs(self) -> dict[str, Any]:
         return {"epochs": self.earlier_epochs + len(self.epoch_ledgers), "ledger": self.ended_ledger().state_dict()}
@@ -412,6 +428,8 @@ class PackTrainer(Trainer):
             self._share_prior()
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
+        for line in checkpoint_folders.overruled(state, self.args):
+            logger.warning("resume: %s", line)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
         self._share_prior()
         if "ended" in state:
