@@ -14,13 +14,14 @@ _threads: dict[int, threading.Thread] = {}  # by process: a fork has none
 
 
 def obey_only_the_parent() -> None:
-    """Ignore SIGUSR1, and SIGTERM from anybody but the parent. Safe to repeat.
+    """Ignore SIGUSR1 and SIGHUP, and SIGTERM from anybody but the parent. Safe to repeat.
 
     A handler in Python does not learn who sent a signal, `sigwaitinfo` does: SIGTERM is blocked, a thread waits for it.
     """
     if os.getpid() in _threads or not hasattr(signal, "sigwaitinfo"):
         return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     _threads[os.getpid()] = threading.Thread(target=_wait_for_the_parent, args=(os.getppid(),), daemon=True)
     _threads[os.getpid()].start()

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 
 from internvl_pack.errors import UserError
+from internvl_pack.shared_memory import allow_many_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def prepare_environment() -> None:
     Raises:
         UserError: a task of srun that does not know where the first one runs.
     """
+    allow_many_open_files()
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
     if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in os.environ:

@@ -43,7 +43,7 @@ from .checkpoint import load_packing_state, make_universal
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
 from .interruption import StopRequest
-from .ranks import Ranks
+from .ranks import Ranks, others_answer
 from .sample_log import batch_ids
 from .saving import Saving
 
@@ -251,7 +251,8 @@ class PackTrainer(Trainer):
             vector[len(_VECTOR) + ranks.data_rank] = self.metrics.cost(batches)
         vector[_VECTOR.index("failed")] = failed
         if ranks.processes > 1:
-            dist.all_reduce(vector, group=self._cpu_group())
+            with others_answer(self.args.ddp_timeout):
+                dist.all_reduce(vector, group=self._cpu_group())
         values = vector.tolist()
         figures = dict(zip(_VECTOR, values, strict=False))
         costs = values[len(_VECTOR) :]
@@ -376,6 +377,7 @@ class PackTrainer(Trainer):
             with checkpoint_folders.writing_to(folder):
                 if self.args.should_save:
                     checkpoint_folders.unmark(folder)
+                self.wait_for_all()  # no rank overwrites a part of a folder that looks complete
                 super()._save_checkpoint(model, trial)
                 if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
                     self._mark(folder)
@@ -416,7 +418,7 @@ class PackTrainer(Trainer):
                 if self.ranks.is_first:
                     make_universal(Path(resume_from_checkpoint))
                 if self.ranks.processes > 1:
-                    dist.barrier(group=self._cpu_group())
+                    dist.barrier(group=dist.new_group(backend="gloo", timeout=timedelta(hours=6)))  # it takes its time
                 self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -462,7 +464,8 @@ class PackTrainer(Trainer):
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes, whose small reductions do not wait for the device; None for one alone."""
         if self._group is None and self.ranks.processes > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a large checkpoint's conversion
+            # A rank that is stopped, not dead, is noticed by this group's time-out alone.
+            self._group = dist.new_group(backend="gloo", timeout=self.args.ddp_timeout_delta)
         return self._group
 
 
