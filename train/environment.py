@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from internvl_pack.errors import UserError
 from internvl_pack.shared_memory import allow_many_open_files
@@ -56,6 +58,28 @@ def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
     # A port of its own for each job, so that two jobs on a node do not meet.
     port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)
     return world | {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+@contextlib.contextmanager
+def telling_of_ports() -> Iterator[None]:
+    """A port that is taken, where ranks meet inside, is one line.
+
+    Raises:
+        UserError: names it.
+    """
+    from torch.distributed import DistNetworkError
+
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        found = re.search(r"port: (\d+)", str(error))
+        port = found[1] if found else os.environ.get("MASTER_PORT", "?")
+        raise UserError(
+            f"port {port} of {socket.gethostname()} is in use, by another run perhaps: give another one "
+            "(MASTER_PORT, or --master_port of the launcher)"
+        ) from error
 
 
 def prepare_deepspeed_on_cpu() -> None:

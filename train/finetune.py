@@ -34,6 +34,7 @@ from train.environment import (
     report_error,
     set_up_logging,
     shut_down,
+    telling_of_ports,
 )
 
 logger = logging.getLogger("train.finetune")
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging()
         from train.options import parse
 
-        run = prepare(*parse(argv))
+        with telling_of_ports():
+            run = prepare(*parse(argv))
         return run.train()
     except UserError as error:
         report_error("finetune", error, everyone=run is not None)

@@ -42,6 +42,7 @@ from . import checkpoint_folders
 from .checkpoint import load_packing_state, make_universal
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
 from .forecast import Packing, foresee
+from .foresight import untrained_by_text
 from .interruption import StopRequest
 from .ranks import Ranks, others_answer
 from .sample_log import batch_ids
@@ -182,6 +183,8 @@ class PackTrainer(Trainer):
             steps = math.ceil(self.turns_of(0) / self.packs_per_step)
             logger.warning(self.forecast.line(steps, self.packs_per_step))
             if (trouble := self.forecast.trouble()) is not None:
+                logger.warning(trouble)
+            if (trouble := untrained_by_text(trained_parts(self.model), self.forecast.tiles)) is not None:
                 logger.warning(trouble)
 
     def turns_of(self, epoch: int) -> int:
