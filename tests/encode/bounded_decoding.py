@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import resource
 import struct
 import sys
@@ -122,6 +123,61 @@ def measured(name: str) -> dict:
     return {"name": name, "reason": reason, "s": time.monotonic() - started, "mb": highest_mb() - before}
 
 
+#: Formats that are fuzzed, as Pillow names them, and how they are saved.
+KINDS: dict[str, dict] = {
+    "JPEG": {"progressive": True},
+    "PNG": {},
+    "WEBP": {},
+    "GIF": {},
+    "BMP": {},
+    "TIFF": {"compression": "tiff_lzw"},
+    "ICO": {},
+    "PPM": {},
+    "JPEG2000": {},
+    "AVIF": {},
+}
+FUZZED = 60
+MAX_PIXELS = 1 << 22  # what a file says of its size is free to be changed; this bounds what it may cost
+
+
+def changed(data: bytes, draw: random.Random) -> bytes:
+    """A file with some numbers of it, mostly of its header, made as large, small or odd as they can be."""
+    found = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(min(len(found), draw.choice((40, 200, len(found)))))
+        width = draw.choice((1, 2, 4, 8))
+        value = draw.choice((b"\xff" * 8, b"\x7f" + b"\xff" * 7, bytes(8), b"\0\1" * 4, draw.randbytes(8)))
+        found[place : place + width] = value[:width]
+    if draw.random() < 0.2:
+        place = draw.randrange(len(found))
+        found[place:place] = draw.choice((b"\xff", b"\0", b" ", b"#\n")) * draw.choice((10, 100_000))
+    return bytes(found[: draw.choice((len(found), len(found), draw.randrange(len(found))))])
+
+
+def fuzzed(kind: str) -> dict:
+    """The longest time and the highest memory of all changed files of a kind; any error but SampleError ends it."""
+    from encode_samples import BytesRef
+
+    from internvl_pack.encode.images import ImageRules, decode_tiles, image_size_of
+    from internvl_pack.encode.tiles import plan_grid
+    from internvl_pack.errors import SampleError
+
+    draw, data, longest = random.Random(kind), saved(SMALL, kind, **KINDS[kind]), 0.0
+    rules = ImageRules(max_image_pixels=MAX_PIXELS)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = highest_mb()
+    for _ in range(FUZZED):
+        ref, started = BytesRef(kind, changed(data, draw)), time.monotonic()
+        try:
+            size = image_size_of(ref, rules)
+            decode_tiles(ref, plan_grid(*size), 448, rules, size=size)
+        except SampleError:
+            pass
+        longest = max(longest, time.monotonic() - started)
+    return {"name": kind, "s": longest, "mb": highest_mb() - before}
+
+
 def highest_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -133,8 +189,14 @@ if __name__ == "__main__":
     import internvl_pack.encode.images  # noqa: F401
 
     torch.set_num_threads(1)
-    for case in CASES:
-        if not os.fork():
-            print(json.dumps(measured(case)), flush=True)
-            os._exit(0)
-        os.wait()
+    for measure, names in ((measured, CASES), (fuzzed, KINDS)):
+        for name in names:
+            if not os.fork():
+                status = 1
+                try:
+                    print(json.dumps(measure(name)), flush=True)
+                    status = 0
+                finally:
+                    os._exit(status)
+            if os.wait()[1]:
+                print(json.dumps({"name": name, "died": True}), flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bounded_decoding import CASES
+from bounded_decoding import CASES, KINDS
 from encode_samples import BytesRef, file_of, smooth_pixels
 from PIL import Image
 
@@ -33,6 +33,12 @@ def found() -> dict[str, dict]:
 def test_a_costly_file_is_decoded_within_bounds_or_refused(found, name):
     assert found[name]["reason"] == CASES[name][1]
     assert found[name]["mb"] < MAX_MB and found[name]["s"] < MAX_SECONDS, found[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_changed_in_a_file_it_costs_no_more_than_it_may(found, kind):
+    assert "died" not in found[kind], f"a {kind} file ended the process that decoded it"
+    assert found[kind]["mb"] < MAX_MB and found[kind]["s"] < MAX_SECONDS, found[kind]
 
 
 def tiles_of(data: bytes, grid: TileGrid | None = None) -> np.ndarray:
