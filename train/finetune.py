@@ -126,6 +126,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.original_files import chat_style
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
+    from internvl_pack.sources.reach import allow
     from train import checkpoint_folders, progress, sequence
     from train.callbacks import Epochs, IsolationCheck, PackingReport, RunOptions
     from train.forecast import FirstPacks
@@ -136,6 +137,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.trainer import PackTrainer
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks(
         process=args.process_index,
         processes=args.world_size,

@@ -22,6 +22,14 @@ ALLOW_OUTSIDE_ROOT = "INTERNVL_PACK_ALLOW_OUTSIDE_ROOT"
 ANY, NONE = "any", "none"
 
 
+def allow(*, remote: str | None = None, outside_root: bool | None = None) -> None:
+    """Set the two variables, for this process and its readers; None leaves one as it is."""
+    if remote is not None:
+        os.environ[ALLOW_REMOTE] = remote
+    if outside_root is not None:
+        os.environ[ALLOW_OUTSIDE_ROOT] = str(int(outside_root))
+
+
 def host_of(address: str) -> str:
     """`host` or `host:port` of http and https; `s3://bucket` of other schemes. In lower case."""
     scheme, _, rest = address.partition("://")

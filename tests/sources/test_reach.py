@@ -13,7 +13,7 @@ import pytest
 from internvl_pack.errors import SampleError
 from internvl_pack.sources import load_meta, open_source, remote
 from internvl_pack.sources.image_refs import FileRef, FolderResolver, RemoteRef
-from internvl_pack.sources.reach import ALLOW_OUTSIDE_ROOT, ALLOW_REMOTE, host_of
+from internvl_pack.sources.reach import ALLOW_OUTSIDE_ROOT, ALLOW_REMOTE, allow, host_of
 from internvl_pack.sources.remote import RemoteError, copy_of, fetch
 
 pytest.importorskip("requests")
@@ -134,6 +134,16 @@ def test_the_hosts_of_a_meta_file_are_those_of_all_its_datasets(tmp_path, serve)
     assert source.read(0).resolve(rows[0]).read() == b"pixels"
     with pytest.raises(SampleError, match=f"remote_not_allowed: .*elsewhere.example.*{ALLOW_REMOTE}"):
         source.read(1).resolve(rows[1])
+
+
+def test_options_of_a_run_take_the_place_of_the_environment(monkeypatch):
+    monkeypatch.setenv(ALLOW_REMOTE, "a.example")
+    monkeypatch.setenv(ALLOW_OUTSIDE_ROOT, "0")
+    allow()
+    assert reason(FolderResolver("/root"), "https://b.example/x.jpg") == "remote_not_allowed"
+    allow(remote="b.example", outside_root=True)
+    assert reason(FolderResolver("/root"), "https://b.example/x.jpg") is None
+    assert reason(FolderResolver("/root"), "/etc/hostname") is None
 
 
 # --- redirects
