@@ -140,16 +140,15 @@ def kill_at(run: subprocess.Popen, out: Path, moment: str, draw: random.Random, 
 def kill_family(run: subprocess.Popen) -> bool:
     """SIGKILL for the launcher and all that descend from it; whether it was still alive."""
     try:
-        family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+        children = psutil.Process(run.pid).children(recursive=True)
     except psutil.NoSuchProcess:
-        run.wait()
-        return run.returncode != 0
-    for process in family:
+        children = []
+    run.kill()
+    for process in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=30)
-    run.wait()
-    return run.returncode != 0
+    psutil.wait_procs(children, timeout=30)
+    return run.wait() != 0
 
 
 def start(meta: Path, out: Path, ranks: int, workers: int) -> subprocess.Popen:
