@@ -254,6 +254,6 @@ class FolderResolver:
         if is_remote(name):
             check_address(name, self.hosts | hosts_of([self.root]))
             return RemoteRef(name)
+        check_inside(self.root, name)
         path = os.path.join(self.root, name)
-        check_inside(self.root, path)
         return RemoteRef(path) if is_remote(path) else FileRef(path)

@@ -88,20 +88,30 @@ def _is_private(host: str) -> bool:
     return any(not ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_global for entry in found)
 
 
-def check_inside(root: str, path: str) -> None:
-    """Raises SampleError `image_outside_root` for a path or address, joined to `root`, that leads out of it.
+def check_inside(root: str, name: str) -> None:
+    """Raises SampleError `image_outside_root` for a name that leads out of `root`, a folder or an address.
 
     By its letters: links inside are the user's own. An empty root holds everything.
     """
-    if not root or os.environ.get(ALLOW_OUTSIDE_ROOT, "0") not in ("", "0"):
+    if not root or not (name.startswith("/") or ".." in name):
         return
-    below = posixpath.normpath(_path_of(root)).rstrip("/") + "/"
-    if root != "." and not (posixpath.normpath(_path_of(path)) + "/").startswith(below):
+    if os.environ.get(ALLOW_OUTSIDE_ROOT, "0") not in ("", "0"):
+        return
+    path = posixpath.join(root, name)
+    if is_remote(root):
+        inside = is_remote(path) and not _leads_out(_path_of(root), _path_of(path))
+    else:
+        inside = not _leads_out(root, path)
+    if not inside:
         raise SampleError(
             "image_outside_root",
             f"{path!r:.300} leads out of the root {root!r:.300}; to allow it set {ALLOW_OUTSIDE_ROOT}=1",
         )
 
 
+def _leads_out(folder: str, path: str) -> bool:
+    return posixpath.relpath(path, folder).split("/")[0] == ".."
+
+
 def _path_of(address: str) -> str:
-    return "/" + address.split("://", 1)[1].partition("/")[2].partition("?")[0] if is_remote(address) else address
+    return "/" + address.split("://", 1)[1].partition("/")[2].partition("?")[0]

@@ -66,7 +66,7 @@ def test_a_table_joined_from_two_schemas(cases, tokenizer, tmp_path):
     rows = datasets.Dataset.from_parquet(str(cases / "union_columns.parquet"), cache_dir=str(tmp_path))
     source, encoder = DatasetSource("d", rows), Encoder(tokenizer)
     assert [len(encoder.load(source, row, SPEC).images) for row in (0, 1, 2, 3, 5)] == [1, 1, 0, 2, 0]
-    with pytest.raises(SampleError, match="image_missing: .*jpg_icc.jpg"):  # its path, without its bytes
+    with pytest.raises(SampleError, match=r"image_missing: .*jpg_icc\.jpg"):  # its path, without its bytes
         encoder.load(source, 4, SPEC)
     with pytest.raises(SampleError, match="placeholder_mismatch"):  # a struct of nulls
         encoder.load(source, 6, SPEC)

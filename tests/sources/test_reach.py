@@ -186,9 +186,17 @@ def test_a_row_names_no_file_outside_its_root(tmp_path, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a/../b.jpg", "./a.jpg", "..a.jpg", "a/..b/c.jpg"])
-@pytest.mark.parametrize("root", ["/data/images", "/data/images/", "images", "./images", "https://host/images"])
+@pytest.mark.parametrize(
+    "root",
+    ["/data/images", "/data/images/", "images", "./images", ".", "./", "..", "../images", "/", "https://host/images"],
+)
 def test_names_below_the_root_are_read(root, name):
     FolderResolver(root)(name)
+
+
+@pytest.mark.parametrize("root", [".", "./", "..", "../images", "images", "/data"])
+def test_a_relative_root_is_led_out_of_as_any_other(root):
+    assert reason(FolderResolver(root), "../../x.jpg") == reason(FolderResolver(root), "/etc/x") == "image_outside_root"
 
 
 def test_absolute_names_below_the_root_are_read_and_without_a_root_all_are(tmp_path):
