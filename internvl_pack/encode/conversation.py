@@ -69,6 +69,8 @@ def turns_of(data: Mapping) -> list[tuple[str, str]]:
 
 def _one_of(turn: Mapping, name: str, other: str, number: int, same: Mapping = MappingProxyType({})) -> object:
     """A turn's value under one of two names; null is absent. `same` maps words to what they mean."""
+    if other not in turn:
+        return turn.get(name)
     given = [turn[key] for key in (name, other) if turn.get(key) is not None]
     if len(given) == 2 and given[0] != given[1] and same.get(str(given[0]), 0) != same.get(str(given[1]), 1):
         raise SampleError("turn_ambiguous", f"turn {number} has both {name!r} and {other!r}, which differ")

@@ -7,7 +7,7 @@ tables that were joined from two schemas fill their gaps with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from internvl_pack.errors import SampleError
@@ -67,6 +67,8 @@ def refuse_fields(data: Mapping[str, Any]) -> None:
 
 
 def _refuse(fields: Mapping[str, Any], refused: Mapping[str, str], whose: str) -> None:
+    if refused.keys().isdisjoint(fields):
+        return
     for name in refused.keys() & fields.keys():
         if is_filled(fields[name]):
             raise SampleError(
@@ -81,6 +83,8 @@ def system_of(data: Mapping[str, Any]) -> str | None:
 
     Raises SampleError `system_field`: it is no text, or two of them differ.
     """
+    if not any(name in data for name in SYSTEM_FIELDS):
+        return None
     found = {name: data[name] for name in SYSTEM_FIELDS if data.get(name) not in (None, "", [])}
     for name, value in found.items():
         if not isinstance(value, str):
@@ -90,18 +94,21 @@ def system_of(data: Mapping[str, Any]) -> str | None:
     return next(iter(found.values()), None)
 
 
-def trained_answers(data: Mapping[str, Any], roles: list[str]) -> list[bool] | None:
+def trained_answers(data: Mapping[str, Any], turns: Sequence[tuple[str, str]]) -> list[bool] | None:
     """Whether each answer of a conversation is to be trained, by the flags of its turn; None where all are.
 
     Args:
         data: the record.
-        roles: of its turns in `conversations`, as "system", "human" or "gpt".
+        turns: (role, text) of all its turns, as "system", "human" or "gpt"; those in `conversations` come last.
 
     Raises SampleError `turn_flag`: a flag is neither yes nor no, two of a turn differ, or a turn that is no answer is
     to be trained.
     """
+    written = data["conversations"]
+    if all(turn.keys() <= _ROLE_AND_TEXT for turn in written):
+        return None
     flags = []
-    for (number, turn), role in zip(_turns(data), roles, strict=True):
+    for (number, turn), (role, _) in zip(_turns(data), turns[-len(written) :], strict=True):
         trained = None if turn.keys() <= _ROLE_AND_TEXT else _flag_of(turn, number)
         if trained and role != "gpt":
             raise SampleError("turn_flag", f"turn {number} is marked to be trained, but only answers are")

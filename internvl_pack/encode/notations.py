@@ -37,8 +37,10 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
 
     Raises SampleError `placeholder_mismatch` for one that is neither clear nor text.
     """
-    human = [text for role, text in turns if role == "human" and ("<" in text or "[" in text)]
-    others = [(m, text) for text in human for m in _NOTATION.finditer(text) if m[0] != PLACEHOLDER]
+    human = [text for role, text in turns if role == "human"]
+    # Most texts hold no other bracket than that of a placeholder, and counting is faster than a search.
+    suspect = [text for text in human if "[" in text or text.count("<") > text.count(PLACEHOLDER)]
+    others = [(m, text) for text in suspect for m in _NOTATION.finditer(text) if m[0] != PLACEHOLDER]
     if not others:
         return list(turns)
     num_placeholders = sum(text.count(PLACEHOLDER) for text in human)

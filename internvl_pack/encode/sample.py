@@ -178,8 +178,7 @@ class Encoder:
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         refuse_fields(raw.data)
         turns = turns_of(raw.data)
-        in_record = len(raw.data["conversations"])
-        flags = trained_answers(raw.data, [role for role, _ in turns[-in_record:]])
+        flags = trained_answers(raw.data, turns)
         names = image_names_of(raw.data)
         video = video_of(raw.data)
         frames: tuple[PlannedFrame, ...] = ()
