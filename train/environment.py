@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 
 from internvl_pack.errors import UserError
 from internvl_pack.shared_memory import allow_many_open_files
@@ -101,6 +102,18 @@ def join_deepspeed_on_cpu() -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def wait_no_longer_than(seconds: float) -> None:
+    """Give gloo's group of all ranks the time-out of --ddp_timeout, which transformers gives to NCCL's only.
+
+    torch has a private name for it alone; where a version lacks it, gloo waits half an hour.
+    """
+    import torch.distributed as dist
+
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        change(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def is_main_process() -> bool:

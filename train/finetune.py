@@ -35,6 +35,7 @@ from train.environment import (
     set_up_logging,
     shut_down,
     telling_of_ports,
+    wait_no_longer_than,
 )
 
 logger = logging.getLogger("train.finetune")
@@ -137,6 +138,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.trainer import PackTrainer
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks(
         process=args.process_index,
