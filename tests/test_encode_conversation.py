@@ -140,7 +140,7 @@ def test_the_tag_as_a_word_is_left_alone(encoder, tokenizer, shared_dir):
         ("What is the tag <image> here?", ONE, "What is the tag [1] here?"),
         ("a <image> tag", {}, "a <image> tag"),
         ("use <image><image> twice", {}, "use <image><image> twice"),
-        ("<Image>\nq < image >", {}, "<Image>\nq < image >"),
+        ("q <Image> < image >", {}, "q <Image> < image >"),
     ],
 )
 def test_where_images_go_in_a_question(encoder, tokenizer, text, images, expected):

@@ -202,7 +202,7 @@ def test_a_reader_obeys_its_parent_alone():
     code += "print('ready', flush=True); time.sleep(60)"
     reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
-    for name in ("TERM", "USR1", "TERM"):
+    for name in ("TERM", "USR1", "HUP", "TERM"):
         subprocess.run(["sh", "-c", f"kill -{name} {reader.pid}; :"], check=True)
     with pytest.raises(subprocess.TimeoutExpired):
         reader.wait(timeout=0.5)

@@ -164,6 +164,16 @@ class DataTrainingArguments:
     max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
     min_num_frame: int = option(8, "Frames taken of a video at least.")
     max_num_frame: int = option(32, "Frames taken of a video at most; the number is drawn for each sample.")
+    allow_remote: str | None = option(
+        None,
+        "Hosts that rows may name besides those of the meta file, with commas between; any: all public ones, none: not "
+        "even those. Default: INTERNVL_PACK_ALLOW_REMOTE of the environment.",
+    )
+    allow_outside_root: bool | None = option(
+        None,
+        "Rows may name files outside the root of their dataset. Default: INTERNVL_PACK_ALLOW_OUTSIDE_ROOT of the "
+        "environment.",
+    )
     max_image_pixels: int = option(
         2**26, "Width x height above which an image is refused from its header; decoding needs up to 32 bytes a pixel."
     )

@@ -26,7 +26,10 @@ def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / PACKING_STATE
     if not path.is_file():
         raise UserError(f"--resume_from_checkpoint {checkpoint}: {PACKING_STATE} is missing, it was not completed")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--resume_from_checkpoint {checkpoint}: {PACKING_STATE} is damaged: {error}") from None
 
 
 def make_universal(checkpoint: Path) -> None:
@@ -54,10 +57,3 @@ def make_universal(checkpoint: Path) -> None:
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
         raise UserError(f"--resume_from_checkpoint {checkpoint}: DeepSpeed cannot convert it: {lines[-1]}")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomically: a reader sees the old file or the whole new one."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-    os.replace(temporary, path)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 
 from internvl_pack.errors import UserError
+from internvl_pack.shared_memory import allow_many_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ def prepare_environment() -> None:
     Raises:
         UserError: a task of srun that does not know where the first one runs.
     """
+    allow_many_open_files()
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
     if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in os.environ:
@@ -56,6 +61,28 @@ def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
     return world | {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
+@contextlib.contextmanager
+def telling_of_ports() -> Iterator[None]:
+    """A port that is taken, where ranks meet inside, is one line.
+
+    Raises:
+        UserError: names it.
+    """
+    from torch.distributed import DistNetworkError
+
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        found = re.search(r"port: (\d+)", str(error))
+        port = found[1] if found else os.environ.get("MASTER_PORT", "?")
+        raise UserError(
+            f"port {port} of {socket.gethostname()} is in use, by another run perhaps: give another one "
+            "(MASTER_PORT, or --master_port of the launcher)"
+        ) from error
+
+
 def prepare_deepspeed_on_cpu() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives, half a minute a machine, where gloo serves.
 
@@ -75,6 +102,18 @@ def join_deepspeed_on_cpu() -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def wait_no_longer_than(seconds: float) -> None:
+    """Give gloo's group of all ranks the time-out of --ddp_timeout, which transformers gives to NCCL's only.
+
+    torch has a private name for it alone; where a version lacks it, gloo waits half an hour.
+    """
+    import torch.distributed as dist
+
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        change(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def is_main_process() -> bool:

@@ -25,7 +25,6 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from train.checkpoint import PACKING_STATE
 from train.environment import (
     INTERRUPTED,
     USER_ERROR,
@@ -34,6 +33,8 @@ from train.environment import (
     report_error,
     set_up_logging,
     shut_down,
+    telling_of_ports,
+    wait_no_longer_than,
 )
 
 logger = logging.getLogger("train.finetune")
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging()
         from train.options import parse
 
-        run = prepare(*parse(argv))
+        with telling_of_ports():
+            run = prepare(*parse(argv))
         return run.train()
     except UserError as error:
         report_error("finetune", error, everyone=run is not None)
@@ -124,7 +126,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
-    from train import progress, sequence
+    from internvl_pack.sources.reach import allow
+    from train import checkpoint_folders, progress, sequence
     from train.arguments import AUTO
     from train.callbacks import Epochs, FirstPacks, IsolationCheck, PackingReport, RunOptions
     from train.checkpointing import CheckpointByMemory
@@ -137,6 +140,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.warm_up import WarmUp, keep_compiled
 
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    wait_no_longer_than(args.ddp_timeout)
+    allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks(
         process=args.process_index,
         processes=args.world_size,
@@ -148,7 +153,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     seed = args.seed if args.data_seed is None else args.data_seed
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     packing = balanced_by_the_model(packing, model_args, data_args)
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    found = checkpoint_folders.find(args.resume_from_checkpoint, args.output_dir)
+    checkpoint = None if found is None else str(found)
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
     check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
     data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
@@ -356,29 +362,6 @@ def patch_size(model_args: Any) -> int:
         raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
     size = config.get("vision_config", config).get("patch_size", 14)
     return size if isinstance(size, int) else size[0]
-
-
-def find_checkpoint(value: str | None, output_dir: str) -> str | None:
-    """The checkpoint to go on from: a folder, or with `auto` (or True) the newest complete one of output_dir, if any.
-
-    Raises:
-        UserError: the folder named is no checkpoint.
-    """
-    if value is None or value.lower() in ("false", "no", "none", ""):
-        return None
-    if value.lower() in ("auto", "true", "yes", "last"):
-        complete = (path.parent for path in Path(output_dir).glob(f"checkpoint-*/{PACKING_STATE}"))
-        numbered = [path for path in complete if path.name.partition("-")[2].isdigit()]
-        newest = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
-        if newest is None:
-            return None
-        logger.info("going on from %s; --overwrite_output_dir True starts anew", newest)
-        return str(newest)
-    if not (Path(value) / PACKING_STATE).is_file():
-        raise UserError(
-            f"--resume_from_checkpoint {value}: no complete checkpoint ({PACKING_STATE} is missing); try auto"
-        )
-    return value
 
 
 def zero_stage(args: Any) -> int:

@@ -1,17 +1,22 @@
 """Save and stop: a run that is told to end first writes a checkpoint it can go on from.
 
-SIGTERM and SIGUSR1 (what Slurm sends before a time limit, `--signal=B:USR1@120`), or a file named STOP in
-the output folder for those who can send no signal. The step that runs is finished, all ranks agree, a full checkpoint
-is written, and the process exits with status 75 (`INTERRUPTED`): started again with `--resume_from_checkpoint
-auto` it goes on with the next pack.
+SIGTERM, SIGUSR1 (what Slurm sends before a time limit, `--signal=B:USR1@120`) and SIGHUP (a terminal that is closed;
+ignored where it was ignored at the start, as by nohup), or a file named STOP in the output folder for those who can
+send no signal. The step that runs is finished, all ranks agree, a full checkpoint is written, and the process exits
+with status 75 (`INTERRUPTED`): started again with `--resume_from_checkpoint auto` it goes on with the next pack.
+
+A run that makes no step any more cannot do so. SIGTERM sent to it once more ends it, without a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +27,14 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "STOP"
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 #: What can ask for it; the place in the list travels over the ranks.
-REASONS = ("", "SIGTERM", "SIGUSR1", f"the file {STOP_FILE}")
+REASONS = ("", *SIGNALS, f"the file {STOP_FILE}")
+PATIENCE_SECONDS = 10.0
+PATIENCE_STEPS = 3
+"""A run makes no progress where its last step ended longer ago than PATIENCE_SECONDS and than this many of its longest
+steps. Signals that a scheduler and a launcher both send come closer together."""
+TERMINATED = 128 + signal.SIGTERM  # exit code
 
 
 class StopRequest:
@@ -39,25 +50,36 @@ class StopRequest:
         self.rank = rank
         self._asked = 0
         self.agreed = ""
+        self._progress = Progress()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals are noted, not obeyed, within; afterwards they do what they did before.
-
-        A signal that comes again is noted again: whoever cannot wait sends SIGKILL.
-        """
+        """Signals are noted, not obeyed, within; afterwards they do what they did before."""
         if threading.current_thread() is not threading.main_thread():  # Python hands signals to that one only
             yield
             return
-        before = {name: signal.signal(getattr(signal, name), self._note) for name in REASONS[1:3]}
-        try:
-            yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)
+        names = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+        self._progress = Progress()
+        with _told_at_once(self._heard):
+            before = {name: signal.signal(getattr(signal, name), self._note) for name in names}
+            try:
+                yield
+            finally:
+                for name, handler in before.items():
+                    signal.signal(getattr(signal, name), handler)
 
     def _note(self, number: int, frame: Any) -> None:
         self._asked = REASONS.index(signal.Signals(number).name)
+
+    def _heard(self, number: int) -> None:
+        """In a thread, even while the main one waits in a collective: end a run that hangs."""
+        if number != signal.SIGTERM or self.agreed or not self._progress.asked_in_vain():
+            return
+        line = (
+            f"SIGTERM again, and no step for {self._progress.idle():.0f} s: rank {self.rank} ends without a checkpoint"
+        )
+        print(line, file=sys.stderr, flush=True)
+        os._exit(TERMINATED)
 
     def agree(self, group: dist.ProcessGroup | None) -> str:
         """What asked any of the ranks, or nothing; all ranks call it together, at the end of a step.
@@ -71,6 +93,55 @@ class StopRequest:
         if group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
         self.agreed = REASONS[int(asked)]
+        self._progress.step()
         if self.agreed and self.rank == 0:
             self.file.unlink(missing_ok=True)  # the run that goes on is not meant
         return self.agreed
+
+
+class Progress:
+    """How long ago the last step ended, and how long steps take; seconds by `clock`."""
+
+    def __init__(self, clock: Any = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._longest = 0.0
+        self._asked = False
+
+    def step(self) -> None:
+        """A step has ended."""
+        now = self._clock()
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+
+    def idle(self) -> float:
+        return self._clock() - self._last
+
+    def asked_in_vain(self) -> bool:
+        """Called for each request to end: whether it is not the first one, and no step ends any more."""
+        before, self._asked = self._asked, True
+        return before and self.idle() > max(PATIENCE_SECONDS, PATIENCE_STEPS * self._longest)
+
+
+@contextlib.contextmanager
+def _told_at_once(heard: Any) -> Iterator[None]:
+    """`heard(number)` is called in a thread for each signal that has a handler in Python.
+
+    The handler itself runs only once the main thread is back in Python, which one that waits in a collective is not.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                heard(number)
+        os.close(reader)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)  # ends the thread

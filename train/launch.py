@@ -2,8 +2,8 @@
 
     python -m train.launch --standalone --nproc_per_node 8 train/finetune.py ...
 
-* SIGTERM and SIGUSR1 are handed on to the ranks, which save a checkpoint and end in their own time. torchrun dies of
-  SIGUSR1 and leaves its ranks behind; on SIGTERM it kills them 30 s later, however far the checkpoint is.
+* SIGTERM, SIGUSR1 and SIGHUP are handed on to the ranks, which save a checkpoint and end in their own time. torchrun
+  dies of SIGUSR1 and leaves its ranks behind; on the others it kills them 30 s later, however far the checkpoint is.
 * The exit status is the ranks': 2 for a mistake of the user, 75 for a run that stopped at a checkpoint, without
   torchrun's own report, which says nothing that the rank has not said. Any other failure is reported as torchrun does.
 """
@@ -20,10 +20,11 @@ from typing import Any
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.environment import INTERRUPTED, USER_ERROR
+from internvl_pack.errors import UserError
+from train.environment import INTERRUPTED, USER_ERROR, telling_of_ports
 
-HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
-ENDS_THE_RUN = "SIGINT,SIGHUP,SIGQUIT"  # what torchrun is left to handle
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+ENDS_THE_RUN = "SIGINT,SIGQUIT"  # what torchrun is left to handle
 SECONDS_TO_END = 10  # of the other ranks, after one has failed
 
 
@@ -38,11 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.shutdown_timeout = SECONDS_TO_END
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job is started without it
     for number in HANDED_ON:
-        signal.signal(number, hand_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, hand_on)
     # Its agent logs every rank that fails; what is worth reading is in the report that is raised.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(args)
+        with telling_of_ports():
+            run(args)
+    except UserError as error:
+        print(f"launch: error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
     except ChildFailedError as error:
         statuses = {failure.exitcode for failure in error.failures.values()}
         for told in (USER_ERROR, INTERRUPTED):

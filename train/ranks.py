@@ -11,7 +11,9 @@ states are sharded over all of them; packs and samples belong to data ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +23,29 @@ from internvl_pack.errors import UserError
 from internvl_pack.parallel.checks import check_world
 
 _T = TypeVar("_T")
+
+
+@contextlib.contextmanager
+def others_answer(seconds: float) -> Iterator[None]:
+    """A collective on the CPU: that a rank does not come to it is said in words.
+
+    Args:
+        seconds: the time-out of its group.
+
+    Raises:
+        RuntimeError: a rank was stopped or hangs.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:  # torch has no kind of its own for it
+        waited = time.monotonic() - started
+        if waited < 0.9 * seconds:
+            raise
+        raise RuntimeError(
+            f"another rank did not come to the end of the step within --ddp_timeout {seconds:g} s: it was stopped or "
+            "hangs; what it printed last tells more"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

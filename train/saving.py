@@ -13,6 +13,8 @@ from internvl_pack.checkpoints.tokenizers import save_tokenizer
 from internvl_pack.errors import UserError
 from internvl_pack.model.packed import PackedModel, inner_names
 
+from .checkpoint_folders import give_usual_modes, writing_to
+
 logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"  # folder within a checkpoint, beside the whole model with LoRA merged in
@@ -37,7 +39,15 @@ class Saving:
 
         Args:
             state_dict: gathered, by the names of `packed` or of the model inside; None for the model's own.
+
+        Raises:
+            UserError: there is no space.
         """
+        with writing_to(folder):
+            self._write(packed, folder, state_dict, tokenizer)
+            give_usual_modes(folder)
+
+    def _write(self, packed: PackedModel, folder: str | Path, state_dict: dict | None, tokenizer: Any) -> None:
         model = packed.model
         state = model.state_dict() if state_dict is None else inner_names(state_dict, model)
         if lora.has_lora(model):

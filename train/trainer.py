@@ -39,11 +39,13 @@ from internvl_pack.parallel.agreement import OtherRankFailed
 from internvl_pack.parallel.slices import count_slice_targets
 from internvl_pack.stream.loader import PackLoader
 
-from .checkpoint import PACKING_STATE, load_packing_state, make_universal, write_json
+from . import checkpoint_folders
+from .checkpoint import load_packing_state, make_universal
 from .evaluation import SampleSums, add_sample_losses, figures, merge_sums, tell_left_out
+from .foresight import untrained_by_text
 from .interruption import StopRequest
 from .optimizer_step import StepTrainer
-from .ranks import Ranks
+from .ranks import Ranks, others_answer
 from .router_loss import RouterLoss
 from .sample_log import batch_ids
 from .saving import Saving
@@ -171,6 +173,8 @@ class PackTrainer(StepTrainer):
             logger.warning(estimate.first.line())
             if (trouble := estimate.first.trouble()) is not None:
                 logger.warning(trouble)
+        if (trouble := untrained_by_text(trained_parts(self.model), estimate.first.tiles)) is not None:
+            logger.warning(trouble)
         return estimate
 
     def get_batch_samples(
@@ -244,7 +248,8 @@ class PackTrainer(StepTrainer):
             vector[len(_VECTOR) + ranks.data_rank] = self.metrics.cost(batches)
         vector[_VECTOR.index("failed")] = failed
         if ranks.processes > 1:
-            dist.all_reduce(vector, group=self._cpu_group())
+            with others_answer(self.args.ddp_timeout):
+                dist.all_reduce(vector, group=self._cpu_group())
         values = vector.tolist()
         figures = dict(zip(_VECTOR, values, strict=False))
         costs = values[len(_VECTOR) :]
@@ -367,19 +372,35 @@ class PackTrainer(StepTrainer):
         self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.save_only_model:
-            return  # nothing to go on from: it must not look complete
+        output_dir = Path(self._get_output_dir(trial=trial))
+        folder = output_dir / f"checkpoint-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the Trainer would remove before the mark
+        try:
+            with checkpoint_folders.writing_to(folder):
+                if self.args.should_save:
+                    checkpoint_folders.unmark(folder)
+                self.wait_for_all()  # no rank overwrites a part of a folder that looks complete
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
+                    self._mark(folder)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            checkpoint_folders.rotate(output_dir, limit, None if best is None else Path(best))
+
+    def _mark(self, folder: Path) -> None:
+        """Declare a checkpoint complete, with the state of the data; all ranks call it together."""
         losses = self._lost().state_dict()
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             more = {
                 "world_size": self.ranks.processes,  # which the optimizer's shards are for
                 "sequence_parallel_size": self.ranks.sequence_parallel_size,
                 "ended": self._books_of_ended_epochs(),
                 "totals": self.metrics.total,
+                checkpoint_folders.OPTIMIZER: checkpoint_folders.optimizer_options(self.args),
             }
-            write_json(folder / PACKING_STATE, self.loader.state_dict() | {"losses": losses} | more | self.also_saved)
+            checkpoint_folders.mark(folder, self.loader.state_dict() | {"losses": losses} | more | self.also_saved)
 
     def _books_of_ended_epochs(self) -> dict[str, Any]:
         return {"epochs": self.earlier_epochs + len(self.epoch_ledgers), "ledger": self.ended_ledger().state_dict()}
@@ -399,7 +420,7 @@ class PackTrainer(StepTrainer):
                 if self.ranks.is_first:
                     make_universal(Path(resume_from_checkpoint))
                 if self.ranks.processes > 1:
-                    dist.barrier(group=self._cpu_group())
+                    dist.barrier(group=dist.new_group(backend="gloo", timeout=timedelta(hours=6)))  # it takes its time
                 self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -410,6 +431,8 @@ class PackTrainer(StepTrainer):
         if resume_from_checkpoint is None:
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
+        for line in checkpoint_folders.overruled(state, self.args):
+            logger.warning("resume: %s", line)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
         if "ended" in state:
             self.earlier_epochs = state["ended"]["epochs"]
@@ -434,7 +457,8 @@ class PackTrainer(StepTrainer):
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes, whose small reductions do not wait for the device; None for one alone."""
         if self._group is None and self.ranks.processes > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # a large checkpoint's conversion
+            # A rank that is stopped, not dead, is noticed by this group's time-out alone.
+            self._group = dist.new_group(backend="gloo", timeout=self.args.ddp_timeout_delta)
         return self._group
 
 

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from ..config import PackingConfig
 from ..errors import UserError
+from ..field_counts import count_unknown_fields, told
 from ..packing.split import OVERSIZE
 from ..survey.table import root_of
 from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
@@ -69,12 +70,16 @@ def run(args: argparse.Namespace) -> int:
             if listed is not None:
                 listed.extend(bad)
     show(report, checker)
+    unknown = count_unknown_fields(checker.samples.sources)
+    for line in told(unknown):
+        print(line)
     if listed is not None:
         result = {
             "samples": report.samples,
             "good": report.good,
             "reasons": dict(report.reasons.most_common()),
             "bad_samples": [sample.as_json() for sample in listed],
+            "unknown_fields": dict(unknown.most_common()),
             "warnings": [line for source in checker.samples.sources for line in source.warnings],
         }
         print(json.dumps(result))

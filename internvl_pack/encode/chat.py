@@ -11,7 +11,7 @@ can never be mistaken for structure. Templates are found by `conv_style` in a re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -50,6 +50,23 @@ class Part(NamedTuple):
 
 
 IMAGE = Part("image", None)
+
+
+def without_answers(parts: list[Part], trained: Sequence[bool]) -> list[Part]:
+    """The parts of a conversation with some answers untrained; ids stay as they are.
+
+    Args:
+        parts: of any template: what comes before the end of the k-th answer, and after the turn before it, is its.
+        trained: of each answer.
+    """
+    found, start, answers = list(parts), 0, iter(trained)
+    for place, part in enumerate(parts):
+        if part.kind != "end":
+            continue
+        if part.value == "gpt" and not next(answers):
+            found[start:place] = [each._replace(trained=False) for each in parts[start:place]]
+        start = place
+    return found
 
 
 class ChatTemplate(Protocol):
@@ -262,9 +279,11 @@ class TokenizerTemplate:
     sample is rendered once with its real texts and must come out the same: no template can change a text unseen.
 
     Costs one Jinja rendering a sample. Raises SampleError `chat_template_refuses` where the template does not take
-    the conversation (roles that do not alternate), and `chat_template_rewrites` where it changes history or texts.
+    the conversation (roles that do not alternate), `chat_template_rewrites` where it changes history or texts, and
+    `too_many_turns`: to learn n turns takes n renderings of up to n turns, 3 s for 1,000.
     """
 
+    MAX_TURNS = 1000
     _NAMES = {"system": "system", "human": "user", "gpt": "assistant"}  # noqa: RUF012
     _STAND_IN = re.compile("\ue000([0-9]+)\ue001")
 
@@ -282,6 +301,9 @@ class TokenizerTemplate:
 
     def layout(self, turns: list[Turn]) -> list[Part]:
         roles = tuple(turn.role for turn in turns)
+        if len(turns) > self.MAX_TURNS:
+            detail = f"{len(turns)} turns, more than {self.MAX_TURNS}, which conv_style 'chat_template' takes"
+            raise SampleError("too_many_turns", detail)
         if roles not in self._plans:
             if len(self._plans) >= 1024:
                 self._plans.clear()

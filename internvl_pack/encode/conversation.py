@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from internvl_pack.encode.chat import Turn
+from internvl_pack.encode.fields import system_of
+from internvl_pack.encode.notations import bind_other_notations
 from internvl_pack.errors import SampleError
 
 PLACEHOLDER = "<image>"
@@ -32,12 +35,19 @@ IMAGE_ROLES = frozenset({"human", "pretrain"})
 _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
 _VIDEO_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<video>|<video>[^\S\n]*$", re.MULTILINE)
 
+MAX_TURNS = 10_000
+"""Turns of a sample: more are damage, or a file in one record. So many take 0.1 s."""
+MAX_IMAGES = 10_000
+"""Images of a sample, of which each header is read: 1 s for so many."""
+
 
 def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple[str, str]]:
     """(role, text) of each turn, roles as "system", "human", "gpt", and those of `roles` beside them.
 
-    Raises SampleError `no_conversation`, `preference_data`, `turn_not_object`, `unknown_role`, `turn_value_not_text`,
-    `system_turn_not_first`, `pretrain_turn_not_alone`.
+    The record's own `system` comes first where no turn is one.
+
+    Raises SampleError `no_conversation`, `preference_data`, `too_many_turns`, `turn_not_object`, `unknown_role`,
+    `turn_value_not_text`, `turn_ambiguous`, `system_turn_not_first`, `system_field`, `pretrain_turn_not_alone`.
     """
     conversation = data.get("conversations")
     if "chosen" in data and "rejected" in data:
@@ -48,13 +58,15 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
         )
     if not isinstance(conversation, list) or not conversation:
         raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
+    if len(conversation) > MAX_TURNS:
+        raise SampleError("too_many_turns", f"{len(conversation)} turns, more than {MAX_TURNS}")
     turns: list[tuple[str, str]] = []
     for number, turn in enumerate(conversation, 1):
         if not isinstance(turn, dict):
             raise SampleError(
                 "turn_not_object", f"turn {number} is {_kind(turn)}, not an object with 'from' and 'value'"
             )
-        name = turn["from"] if "from" in turn else turn.get("role")
+        name = _one_of(turn, "from", "role", number, _ROLES)
         role = _ROLES.get(name) if isinstance(name, str) else None
         if role is None or role not in roles:
             known = ", ".join(sorted(name for name, role in _ROLES.items() if role in roles))
@@ -63,8 +75,27 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
             raise SampleError("system_turn_not_first", f"turn {number} is a system turn; only the first one may be")
         if role == "pretrain" and len(conversation) > 1:
             raise SampleError("pretrain_turn_not_alone", f"turn {number} of {len(conversation)} is a pretrain turn")
-        turns.append((role, _text_of(turn["value"] if "value" in turn else turn.get("content"), number)))
+        turns.append((role, _text_of(_one_of(turn, "value", "content", number), number)))
+    system = system_of(data)
+    if system is None:
+        return turns
+    if turns[0][0] == "pretrain":
+        raise SampleError("pretrain_turn_not_alone", "field 'system' beside a pretrain turn, which is all of its text")
+    if turns[0][0] != "system":
+        return [("system", system), *turns]
+    if turns[0][1] != system:
+        raise SampleError("system_field", "field 'system' and the system turn differ: keep one of them")
     return turns
+
+
+def _one_of(turn: Mapping, name: str, other: str, number: int, same: Mapping = MappingProxyType({})) -> object:
+    """A turn's value under one of two names; null is absent. `same` maps words to what they mean."""
+    if other not in turn:
+        return turn.get(name)
+    given = [turn[key] for key in (name, other) if turn.get(key) is not None]
+    if len(given) == 2 and given[0] != given[1] and same.get(str(given[0]), 0) != same.get(str(given[1]), 1):
+        raise SampleError("turn_ambiguous", f"turn {number} has both {name!r} and {other!r}, which differ")
+    return given[0] if given else None
 
 
 def image_names_of(data: Mapping) -> list[str]:
@@ -81,6 +112,8 @@ def image_names_of(data: Mapping) -> list[str]:
         return [names]
     if not isinstance(names, list):
         raise SampleError("image_field", f"field 'image' is {_kind(names)}, not a string or a list of strings")
+    if len(names) > MAX_IMAGES:
+        raise SampleError("too_many_images", f"{len(names)} images, more than {MAX_IMAGES}")
     for number, name in enumerate(names, 1):
         if not isinstance(name, str) or not name:
             raise SampleError("image_field", f"entry {number} of field 'image' is {_kind(name)}, not a file name")
@@ -92,10 +125,12 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
 
     `<image>` counts in those turns only. With as many as images, each is one, in order. With images and no `<image>`,
     all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
-    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing.
+    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. Other
+    notations of an image (`<IMAGE>`, `<image_1>`) are taken for `<image>` where that is clear, see notations.py.
 
     Raises SampleError `placeholder_mismatch`.
     """
+    turns = bind_other_notations(turns, num_images)
     human = [text for role, text in turns if role in IMAGE_ROLES]
     found = sum(text.count(PLACEHOLDER) for text in human)
     if num_images == 0:

@@ -11,16 +11,26 @@ Rules for what is not plain RGB stand in docs/encoding.md. Memory: at most 32 by
 
 from __future__ import annotations
 
+import re
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from internvl_pack.encode.headers import PNG_SIGNATURE, Header, open_by_pillow, quiet
+from internvl_pack.encode.headers import (
+    MAX_BLOCKS,
+    PNG_SIGNATURE,
+    Header,
+    gif_after_blocks,
+    gif_after_table,
+    gif_frame,
+    open_by_pillow,
+    quiet,
+)
 from internvl_pack.errors import SampleError
 
 if TYPE_CHECKING:
@@ -38,6 +48,17 @@ _HARMLESS_IN_JPEG = (
     "Inconsistent progression sequence",
     "bad ICC marker",
 )
+#: Bytes between the pixels and a marker, and which one. Padding is not damage.
+_EXTRANEOUS = re.compile(r"(\d+) extraneous bytes before marker 0x([0-9a-f]{2})")
+_MAX_PADDINGS = 16
+
+#: Scans of a JPEG: encoders write about 10 of a progressive one, and each takes 0.6 ms a megapixel.
+MAX_SCANS = 100
+_START_OF_SCAN = b"\xff\xda"
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # one that a length or the end follows
+#: Comments of a PPM in text, each of which costs Pillow a copy of what it reads.
+MAX_COMMENTS = 1000
+
 _UNUSUAL_JPEG = "Could not determine subsampling level"  # sampling factors that only Pillow takes
 
 #: Pixels of a band of rows that is converted at once: some 1 MB.
@@ -83,8 +104,10 @@ def decode_rgb(
             data = _checked_png(data, allow_truncated)
         elif header.format == "WEBP" and not allow_truncated and len(data) < 8 + int.from_bytes(data[4:8], "little"):
             raise SampleError("image_truncated", "shorter than its own header says")
-        elif header.format == "GIF" and not allow_truncated and not _gif_is_whole(data):
-            raise SampleError("image_truncated", "the file ends before its last block does")
+        elif header.format == "GIF":
+            data = _first_gif_frame(data, allow_truncated)
+        elif header.format == "PPM" and data[1:2] in b"123" and data.count(b"#") > MAX_COMMENTS:
+            raise SampleError("image_corrupt", f"more than {MAX_COMMENTS} comments")
         return _decode_by_pillow(data, header.format, allow_truncated, background), 1
     except SampleError as error:
         raise SampleError(error.reason, f"{name}: {error.detail}") from None
@@ -104,12 +127,15 @@ def _decode_jpeg(data: bytes, header: Header, scale: int, allow_truncated: bool)
     """By simplejpeg; None where it cannot (rare codings), which Pillow then decides."""
     import simplejpeg
 
+    # Counted where there may be as many; what follows the picture, a film say, may hold the marker by chance.
+    if data.count(_START_OF_SCAN) > MAX_SCANS and _num_scans(data) > MAX_SCANS:
+        raise SampleError("image_too_large", f"more than {MAX_SCANS} scans, each of which is a pass over the picture")
     if not allow_truncated and data.rfind(b"\xff\xd9") < header.num_bytes:
         # Decoders take a progressive JPEG without its last scans for whole. Coded pixels never hold this marker.
         raise SampleError("image_truncated", "the file ends before the picture does")
     colorspace = "CMYK" if header.components == 4 else "RGB"
 
-    def decode(strict: bool) -> np.ndarray:
+    def decode(data: bytes, strict: bool) -> np.ndarray:
         return simplejpeg.decode_jpeg(
             data,
             colorspace,
@@ -120,7 +146,7 @@ def _decode_jpeg(data: bytes, header: Header, scale: int, allow_truncated: bool)
         )
 
     try:
-        pixels = decode(strict=not allow_truncated)
+        pixels = _past_padding(data, partial(decode, strict=not allow_truncated))
     except ValueError as error:
         message = str(error)
         if _UNUSUAL_JPEG in message or allow_truncated:
@@ -129,8 +155,38 @@ def _decode_jpeg(data: bytes, header: Header, scale: int, allow_truncated: bool)
             raise SampleError("image_truncated", message) from None
         if not any(text in message for text in _HARMLESS_IN_JPEG):
             raise SampleError("image_corrupt", message) from None
-        pixels = decode(strict=False)
+        pixels = decode(data, strict=False)
     return _cmyk_to_rgb(pixels) if header.components == 4 else pixels
+
+
+def _num_scans(data: bytes) -> int:
+    """Scans before the end marker, counted to MAX_SCANS + 1."""
+    position, count = 2, 0
+    while count <= MAX_SCANS and (found := _MARKER.search(data, position)) is not None:
+        position = found.end()
+        if found[0][-1] == 0xD9:
+            break
+        if found[0] == _START_OF_SCAN:
+            count += 1
+        position += int.from_bytes(data[position : position + 2], "big")
+    return count
+
+
+def _past_padding(data: bytes, decode: Callable[[bytes], np.ndarray]) -> np.ndarray:
+    """`decode` of a JPEG, without the zeros that some cameras write in front of a marker.
+
+    The decoder reports them as it reports coded pixels that are left over. Those are not zeros.
+    """
+    for _ in range(_MAX_PADDINGS):
+        try:
+            return decode(data)
+        except ValueError as error:
+            found = _EXTRANEOUS.search(str(error))
+            padding = found and bytes(int(found[1])) + b"\xff" + bytes.fromhex(found[2])
+            if not padding or len(padding) > len(data) or (place := data.rfind(padding)) < 0:
+                raise
+            data = data[:place] + data[place + len(padding) - 2 :]
+    return decode(data)
 
 
 def _jpeg_scale(header: Header, target: tuple[int, int] | None) -> int:
@@ -163,7 +219,9 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     """
     kept = [PNG_SIGNATURE]
     position, whole, stripped = len(PNG_SIGNATURE), False, False
-    while position + 12 <= len(data):
+    for _ in range(MAX_BLOCKS):
+        if position + 12 > len(data):
+            break
         kind = data[position + 4 : position + 8]
         stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
         if stop > len(data):
@@ -181,6 +239,8 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
         if kind == b"IEND":
             whole = True
             break
+    else:
+        raise SampleError("image_corrupt", f"more than {MAX_BLOCKS} chunks")
     if not whole:
         if not allow_truncated:
             raise SampleError("image_truncated", "the file ends before the picture does")
@@ -188,14 +248,18 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     return b"".join(kept) if stripped else data
 
 
+_MARK_PIXELS = 1 << 16  # of a row that are marked
+
+
 def _mark_last_rows(image: PillowImage) -> bytes:
     """Give an image that is to be decoded its memory, with a pattern in its last rows. Returns such a row's bytes."""
     from PIL import Image
 
     blank = Image.new(image.mode, image.size, None)
-    stripes = bytes(range(1, 256)) * (8 * image.width // 255 + 1)  # no mode takes more than 8 bytes a pixel
-    num_bytes = len(Image.new(image.mode, (image.width, 1)).tobytes())
-    mark = Image.frombytes(image.mode, (image.width, 1), stripes[:num_bytes])
+    width = min(image.width, _MARK_PIXELS)
+    stripes = bytes(range(1, 256)) * (8 * width // 255 + 1)  # no mode takes more than 8 bytes a pixel
+    num_bytes = len(Image.new(image.mode, (width, 1)).tobytes())
+    mark = Image.frombytes(image.mode, (width, 1), stripes[:num_bytes])
     for row in _last_rows(image):
         blank.paste(mark, (0, row))
     image.im = blank.im
@@ -233,29 +297,16 @@ def _png_has_all_rows(data: bytes) -> bool:
     return left <= 0
 
 
-def _gif_is_whole(data: bytes) -> bool:
-    """Walk the blocks to the trailer. Pillow is content with a first frame, and fills a cut one."""
+def _first_gif_frame(data: bytes, allow_truncated: bool) -> bytes:
+    """The GIF with nothing but its first picture in it, which is all that is judged and decoded of it.
 
-    def after_table(position: int, flags: int) -> int:
-        return position + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-
-    if len(data) < 13:
-        return False
-    position = after_table(13, data[10])
-    while position < len(data):
-        kind = data[position]
-        if kind == 0x21:  # extension
-            position += 2
-        elif kind == 0x2C:  # frame
-            if position + 10 >= len(data):
-                return False
-            position = after_table(position + 10, data[position + 9]) + 1
-        else:
-            return True  # the trailer, or junk that Pillow decides on
-        while position < len(data) and data[position]:
-            position += 1 + data[position]
-        position += 1
-    return False
+    Pillow is content with a first frame, and fills a cut one; it keeps comments of any length.
+    """
+    frame, control = gif_frame(data)
+    stop = gif_after_blocks(data, gif_after_table(frame + 10, data[frame + 9]) + 1)
+    if stop is None and not allow_truncated:
+        raise SampleError("image_truncated", "the file ends before the picture does")
+    return data[: gif_after_table(13, data[10])] + control + data[frame:stop] + b";"
 
 
 @contextmanager
@@ -282,7 +333,7 @@ def _decode_by_pillow(
         image.load()
     unwritten = mark is not None and (
         image.height == 1  # a single row is written in parts where the picture is interlaced
-        or any(_rows(image, row, row + 1).tobytes() == mark for row in _last_rows(image))
+        or any(_rows(image, row, row + 1, _MARK_PIXELS).tobytes() == mark for row in _last_rows(image))
     )
     if unwritten and not _png_has_all_rows(data):
         raise SampleError("image_truncated", "its pixel data ends before the picture does")
@@ -315,9 +366,9 @@ def _to_rgb(image: PillowImage, background: tuple[int, int, int] | None) -> np.n
     return pixels
 
 
-def _rows(image: PillowImage, top: int, stop: int) -> PillowImage:
+def _rows(image: PillowImage, top: int, stop: int, max_width: int = 1 << 30) -> PillowImage:
     """Rows [top, stop) of a loaded image. Not by `crop`, which heeds a process-wide limit of pixels."""
-    return image._new(image.im.crop((0, top, image.width, stop)))
+    return image._new(image.im.crop((0, top, min(image.width, max_width), stop)))
 
 
 def _grey(levels: np.ndarray) -> np.ndarray:

@@ -44,6 +44,9 @@ class ImageRules:
 
 DEFAULT_RULES = ImageRules()
 
+MAX_INTERMEDIATE_PIXELS = 1 << 24
+"""Pixels that may lie between the two halves of a resize, or as many as the picture has: 50 MB."""
+
 
 def colour_of(name: str) -> tuple[int, int, int]:
     """RGB of a colour as CSS writes it: white, #ff8800, rgb(255, 136, 0).
@@ -210,6 +213,9 @@ def _resize(image: torch.Tensor, height: int, width: int, size: tuple[float, flo
         resized = bicubic(image, scale_factor=_factors(height, width, size))
         assert resized.shape[2:] == (height, width), "rounding of the scale"
         return resized[0]
+    if image.shape[2] * width > max(MAX_INTERMEDIATE_PIXELS, image.shape[2] * image.shape[3]):
+        # torch resizes along the rows first; a picture that is thin and long must shrink before it grows.
+        image = bicubic(image, (height, image.shape[3]))
     return bicubic(image, (height, width))[0]
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from internvl_pack.encode.augment import recompress
-from internvl_pack.encode.chat import Part, PlainText, make_template, single_token
+from internvl_pack.encode.chat import Part, PlainText, make_template, single_token, without_answers
 from internvl_pack.encode.conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
+from internvl_pack.encode.fields import refuse_fields, trained_answers
 from internvl_pack.encode.images import (
     ImageRules,
     check_pixels,
@@ -187,7 +188,9 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
+        refuse_fields(raw.data)
         turns = turns_of(raw.data, self._roles)
+        flags = trained_answers(raw.data, turns)
         names = image_names_of(raw.data)
         video = video_of(raw.data)
         frames: tuple[PlannedFrame, ...] = ()
@@ -196,6 +199,8 @@ class Encoder:
             turns = with_frame_lines(turns, len(frames))
         template = self._plain_text if turns[0][0] == "pretrain" else self._template
         parts = template.layout(bind_images(turns, len(frames) or len(names)))
+        if flags is not None:
+            parts = without_answers(parts, flags)
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
         images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)

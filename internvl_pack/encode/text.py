@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,14 @@ MARKUP_TOKENS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 
 #: Structure whatever the tokenizer says of it: some checkpoints register these as ordinary added tokens.
 _STRUCTURAL = re.compile(r"<\|.*\|>|</?img>|<IMG_CONTEXT>|<image>|<video>|\[IMG\]|</?s>", re.DOTALL)
+
+MAX_TEXT_BYTES = 8 << 20
+"""Text of a sample, in UTF-8: 2 million tokens, 1 to 4 s to encode."""
+MAX_STRETCH_BYTES = 1 << 20
+"""Text without a line break to cut at. A tokenizer takes up to 350 bytes of memory for a byte of it."""
+_PIECE = 1 << 16  # characters that are encoded at a time where lines allow it
+#: Where text can be cut and no token changes, whichever of the expressions of words.py a tokenizer cuts words by.
+_LINE_TO_CUT_AT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 
 _SHORT, _MAX_KNOWN = 200, 4096  # characters of a text worth remembering, texts remembered (about 4 MB)
 
@@ -114,8 +122,10 @@ class TextEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """(ids of all texts in a row, int32; how many each text has).
 
-        Raises SampleError `lone_surrogate` for half a character, as a JSON escape can write it.
+        Raises SampleError `lone_surrogate` for half a character, as a JSON escape can write it, and `text_too_long`.
         """
+        if sum(map(len, texts)) > _PIECE:
+            return self._encode_long(texts)
         fresh = [text for text in texts if text not in self._known]
         found = dict(zip(fresh, self._encode(fresh), strict=True)) if fresh else {}
         pieces = [self._known[text] if text not in found else found[text] for text in texts]
@@ -127,6 +137,28 @@ class TextEncoder:
             if self._has_structure(ids):
                 raise SampleError("special_token_in_text", "a control token comes out of the text itself")
         return ids, [len(piece) for piece in pieces]
+
+    def _encode_long(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        """As `encode`, piece by piece: a tokenizer's memory is that of one piece."""
+        size = sum(_num_bytes(text) for text in texts)
+        if size > MAX_TEXT_BYTES:
+            raise SampleError("text_too_long", f"{size} bytes of text, more than {MAX_TEXT_BYTES}")
+        runs, counts = [], []
+        for text in texts:
+            count = 0
+            for piece in _pieces(text) if self._words is not None else [text]:
+                if (size := _num_bytes(piece)) > MAX_STRETCH_BYTES:
+                    detail = f"{size} bytes of text without a line break, more than {MAX_STRETCH_BYTES}"
+                    raise SampleError("text_too_long", f"{detail}: {piece[:40]!r}...")
+                ids = np.array(self._encode([piece])[0], dtype=np.int32)
+                if self._has_structure(ids):
+                    ids = np.array(self._encode_apart(piece), dtype=np.int32)
+                if self._has_structure(ids):
+                    raise SampleError("special_token_in_text", "a control token comes out of the text itself")
+                runs.append(ids)
+                count += len(ids)
+            counts.append(count)
+        return np.concatenate(runs), counts
 
     def _remember(self, found: dict[str, list[int]]) -> None:
         """Keep short texts: the same few questions and line ends come again and again."""
@@ -158,6 +190,19 @@ class TextEncoder:
     def _has_structure(self, ids: Sequence[int] | np.ndarray) -> bool:
         ids = np.asarray(ids, dtype=np.int32)
         return bool(self._forbidden[np.minimum(ids, len(self._forbidden) - 1)].any())
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of some _PIECE characters that encode as they do together."""
+    start = 0
+    while len(text) - start > _PIECE and (found := _LINE_TO_CUT_AT.search(text, start + _PIECE)) is not None:
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def _sharing_model(tokenizer: Tokenizer, added_tokens: list[dict]) -> Tokenizer | None:

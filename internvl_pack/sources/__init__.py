@@ -37,7 +37,7 @@ def open_source(spec: DatasetSpec) -> Source:
     if spec.source is not None:
         source = open_registered(spec)
     elif spec.annotation is not None:
-        source = JsonlSource(spec.name, spec.annotation, root=spec.root)
+        source = JsonlSource(spec.name, spec.annotation, root=spec.root, hosts=spec.hosts)
     else:
         source = ShardSource(spec.name, spec.shards or ())
     if spec.length is not None and spec.length != len(source):

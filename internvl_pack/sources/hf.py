@@ -145,9 +145,9 @@ class DatasetSource(Source):
         return record
 
     def _images(self, record: Mapping[str, Any]) -> list[Any]:
-        key = self._image or next((key for key in _IMAGE_KEYS if record.get(key) is not None), _IMAGE_KEYS[0])
+        key = self._image or next((key for key in _IMAGE_KEYS if not _is_absent(record.get(key))), _IMAGE_KEYS[0])
         found = record.get(key)
-        if found is None or (isinstance(found, str) and not found):
+        if _is_absent(found):
             return []
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
@@ -217,6 +217,15 @@ class _RowImage:
 
     def open(self) -> BinaryIO:
         return io.BytesIO(self.read())
+
+
+def _is_absent(found: Any) -> bool:
+    """Null, no name, no images, or a struct of nulls, as a table joined from two schemas holds it."""
+    if isinstance(found, (list, tuple)):
+        return not found
+    if isinstance(found, Mapping):
+        return all(value is None for value in found.values())
+    return found is None or (isinstance(found, str) and not found)
 
 
 def _turns(found: Any) -> Any:

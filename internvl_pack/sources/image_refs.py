@@ -14,6 +14,8 @@ from ..errors import MACHINE_ERRORS, SampleError
 from . import remote
 from .addresses import about_to_ask, is_remote, pread_all, system_path
 from .files import Stamp, read_at
+from .names import hint_of, other_forms, refuse_embedded
+from .reach import check_address, check_inside, hosts_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -48,11 +50,22 @@ def _sample_error(path: str, error: Exception) -> SampleError:
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
         raise error
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return SampleError("image_missing", f"there is no file {path!r}")
+        return SampleError("image_missing", f"there is no file {path!r:.300}{hint_of(path)}")
     if isinstance(error, OSError):
         what = getattr(error, "what", None) or error.strerror or error  # a RemoteError's without its address
-        return SampleError("image_unreadable", f"{path!r}: {what}")
-    return SampleError("image_missing", f"{path!r} cannot be a file name: {error}")
+        return SampleError("image_unreadable", f"{path!r:.300}: {what}")
+    return SampleError("image_missing", f"{path!r:.300} cannot be a file name: {error}")
+
+
+def _open_either_form(path: str, flags: int) -> int:
+    """A descriptor of a file by its name, or by the same name in the other normal form of Unicode (see names.py)."""
+    try:
+        return os.open(system_path(path), flags)
+    except FileNotFoundError:
+        for other in other_forms(path):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(system_path(other), flags)
+        raise
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class FileRef:
         """(descriptor, size in bytes)"""
         try:
             # not blocking: a pipe by that name must not hang the worker before it is refused
-            fd = os.open(system_path(self.path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            fd = _open_either_form(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except (OSError, ValueError) as error:
             raise _sample_error(self.path, error) from None
         found = os.fstat(fd)
@@ -222,17 +235,25 @@ class RemoteRef:
 class FolderResolver:
     """Finds the files that a record names, below the dataset's `root`.
 
-    Either may be an address. Names are joined to `root` as `os.path.join` does: an absolute name stands for itself,
-    and `..` may lead out of `root`, since whoever wrote the annotation file may read these files anyway.
+    Either may be an address. Names are joined to `root` as `os.path.join` does, so that an absolute name stands for
+    itself; what they may reach is decided in reach.py.
+
+    Args:
+        root: of the dataset; "" where names are absolute.
+        hosts: those that the meta file names, as `reach.host_of` writes them.
     """
 
     root: str
+    hosts: frozenset[str] = frozenset()
 
     def __call__(self, name: str) -> ImageRef:
-        """Raises SampleError where `name` cannot name a file; a file that is absent shows when it is read."""
+        """Raises SampleError where `name` cannot or may not name a file; one that is absent shows when it is read."""
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no file name")
-        path = name if is_remote(name) else os.path.join(self.root, name)
-        if is_remote(path):
-            return RemoteRef(path)
-        return FileRef(path)
+        refuse_embedded(name)
+        if is_remote(name):
+            check_address(name, self.hosts | hosts_of([self.root]))
+            return RemoteRef(name)
+        check_inside(self.root, name)
+        path = os.path.join(self.root, name)
+        return RemoteRef(path) if is_remote(path) else FileRef(path)

@@ -321,14 +321,17 @@ def _is_json(line: bytes) -> bool:
 class JsonlSource(Source):
     """The rows of one annotation file. See the module's docstring for what a row is.
 
+    Args:
+        root, hosts: see `FolderResolver`.
+
     Raises:
         UserError: the file cannot be read, or is no file of JSON lines (`check_format`).
     """
 
-    def __init__(self, name: str, path: str, *, root: str = "") -> None:
+    def __init__(self, name: str, path: str, *, root: str = "", hosts: frozenset[str] = frozenset()) -> None:
         self.name = name
         self._path = path
-        self._resolver = FolderResolver(root)
+        self._resolver = FolderResolver(root, hosts)
         try:
             stamp = stamp_of(path)
             check_format(path, stamp)

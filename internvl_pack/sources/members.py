@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import SampleError
 from .files import Stamp
 from .image_refs import ImageRef, SliceRef
+from .names import refuse_embedded
 from .tar import DamagedHeaderError, Reader, read_member
 
 IMAGE_ENDINGS = frozenset({
@@ -73,6 +74,7 @@ class MemberResolver:
         """Raises SampleError `image_missing`, with the names that there are."""
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no member's name")
+        refuse_embedded(name)
         member = self._find(name)
         if member is None:
             there = ", ".join(repr(m.path) for m in self.members) or "nothing"

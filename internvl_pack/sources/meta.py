@@ -10,11 +10,12 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UserError
 from .addresses import is_remote, system_path
+from .reach import hosts_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class DatasetSpec:
         meta_file: the meta file, for messages.
         source: a registered kind of source instead of `annotation` and `shards`; see `register_source`.
         options: what its factory is called with.
+        hosts: of all addresses in the meta file, as `reach.host_of` writes them: rows may name them too.
     """
 
     name: str
@@ -65,6 +67,7 @@ class DatasetSpec:
     meta_file: str = ""
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    hosts: frozenset[str] = frozenset()
 
 
 def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
@@ -91,7 +94,8 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     )
     if not specs:
         raise UserError(f"{meta_file}: no dataset in it")
-    return specs
+    hosts = hosts_of(address for spec in specs for address in (spec.root, spec.annotation, *(spec.shards or ())))
+    return tuple(replace(spec, hosts=hosts) for spec in specs)
 
 
 def _read_meta(meta_file: str) -> Any:

@@ -16,7 +16,7 @@ comes is judged by its contents, so that an error page is no image and no shard.
 | `INTERNVL_PACK_CACHE` | `~/.cache/internvl_pack` | folder of the copies; named, later runs believe its images |
 | `INTERNVL_PACK_CACHE_GB` | 50 | its size; what was not used for longest goes first |
 | `INTERNVL_PACK_RETRIES` | 5 | attempts after the first |
-| `INTERNVL_PACK_TIMEOUT` | 30 | seconds without a byte after which an attempt has failed |
+| `INTERNVL_PACK_TIMEOUT` | 30 | seconds without a byte, or with next to none, after which an attempt has failed |
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
 
 from ..errors import UserError
+from .reach import ALLOW_REMOTE, host_of, may_be_passed_on_to
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,12 @@ _FSSPEC_BYTES = 8 << 20
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 _STARTED = time.time()  # of this process, or of the one it was forked from
+MAX_REDIRECTS = 20
+MIN_BYTES_PER_SECOND = 1 << 10
+"""An attempt that brings less, over as many seconds as INTERNVL_PACK_TIMEOUT says, has failed."""
+MAX_TIMEOUTS = 10
+"""Times INTERNVL_PACK_TIMEOUT, attempts and pauses included, that an image or a part of a shard may take."""
+_SAFE = "%:/?&=#+,;@!$'()*~[]"
 _RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 _T = TypeVar("_T")
 
@@ -135,8 +142,8 @@ class Store(Protocol):
 
     def version(self) -> Version: ...
 
-    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
-        """Bytes [start, stop); from 0 where the server knows no ranges: the first item is the real start's."""
+    def chunks(self, start: int, stop: int | None, known: Version) -> Iterator[bytes]:
+        """Bytes [start, stop) in order. `known`: marks of what was read before, filled in where it is empty."""
         ...
 
 
@@ -167,13 +174,26 @@ class HttpStore:
         import requests
 
         timeout = _setting("INTERNVL_PACK_TIMEOUT", 30)
-        url = quote(self.address, safe="%:/?&=#+,;@!$'()*~[]")
+        url = quote(self.address, safe=_SAFE)
         try:
-            answer = session.request(method, url, headers=headers, timeout=timeout, stream=True, allow_redirects=True)
+            for _ in range(MAX_REDIRECTS):
+                answer = session.request(
+                    method, url, headers=headers, timeout=timeout, stream=True, allow_redirects=False
+                )
+                if not answer.is_redirect:
+                    break
+                answer.close()
+                target = quote(urljoin(url, answer.headers["location"]), safe=_SAFE)
+                if host_of(target) != host_of(url) and not may_be_passed_on_to(target):
+                    raise RemoteError(
+                        self.address,
+                        f"passed on to {target:.200}, which is not public; {ALLOW_REMOTE} may name its host",
+                    )
+                url = target
+            else:
+                raise RemoteError(self.address, "redirected without end")
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, UnicodeError) as error:
             raise RemoteError(self.address, f"no address: {error}", gone=True) from None
-        except requests.exceptions.TooManyRedirects:
-            raise RemoteError(self.address, "redirected without end") from None
         except requests.exceptions.RequestException as error:
             raise _TryAgainError(_short(error)) from None
         if answer.status_code in _RETRIED:
@@ -192,7 +212,7 @@ class HttpStore:
             marks = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
             return Version(size=int(length) if length.isdigit() else None, **marks)
 
-    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
+    def chunks(self, start: int, stop: int | None, known: Version) -> Iterator[bytes]:
         import requests
         import urllib3
 
@@ -202,11 +222,14 @@ class HttpStore:
         with self._request("GET", **headers) as answer:
             if answer.status_code == 416:  # nothing there
                 return
+            self._check_version(answer.headers, known)
+            if answer.status_code == 206:
+                self._check_range(answer.headers, start)
             skip = start if answer.status_code == 200 else 0  # this server knows no ranges
             left = stop - start if stop is not None else None
             announced, seen = answer.headers.get("Content-Length", ""), 0
             try:
-                for chunk in answer.iter_content(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop)):
+                for chunk in _as_they_come(answer.raw, CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop)):
                     seen += len(chunk)
                     chunk, skip = chunk[skip:], max(0, skip - len(chunk))
                     if left is not None:
@@ -221,6 +244,34 @@ class HttpStore:
             if announced.isdigit() and seen < int(announced):
                 raise _TryAgainError(f"the connection ended after {seen} of {announced} bytes")
 
+    def _check_version(self, headers: Mapping[str, str], known: Version) -> None:
+        """What comes is of the file that earlier bytes were of; bytes of two must not be joined."""
+        for name in ("ETag", "Last-Modified"):
+            if name in headers and known.setdefault(name, headers[name]) != headers[name]:
+                raise RemoteError(self.address, f"it changed while it was read ({name})")
+
+    def _check_range(self, headers: Mapping[str, str], start: int) -> None:
+        given = headers.get("Content-Range", "nothing of it")
+        first = given.removeprefix("bytes ").partition("-")[0].strip()
+        if first != str(start):
+            raise RemoteError(self.address, f"bytes from {start} were asked for, the server says {given[:60]!r}")
+
+
+def _as_they_come(raw: Any, num_bytes: int) -> Iterator[bytes]:
+    """The body of an answer in pieces of at most `num_bytes`, each as soon as it is there.
+
+    Raises _TryAgainError below MIN_BYTES_PER_SECOND: the socket's own time-out counts from byte to byte only.
+    """
+    seconds = _setting("INTERNVL_PACK_TIMEOUT", 30)
+    started, got = time.monotonic(), 0
+    while data := raw.read1(num_bytes, decode_content=False):
+        got += len(data)
+        yield data
+        if (passed := time.monotonic() - started) > seconds:
+            if got < passed * MIN_BYTES_PER_SECOND:
+                raise _TryAgainError(f"{got} bytes came in {passed:.0f} s")
+            started, got = time.monotonic(), 0
+
 
 @dataclass(frozen=True)
 class FsspecStore:
@@ -233,12 +284,13 @@ class FsspecStore:
             import fsspec
         except ImportError:
             raise NoStoreError(f"{self.address}: addresses need fsspec: pip install internvl-pack[remote]") from None
-        try:
-            return fsspec.core.url_to_fs(self.address)
-        except ImportError as error:
-            raise NoStoreError(f"{self.address}: {error}") from None
-        except ValueError as error:
-            raise NoStoreError(f"{self.address}: no store of this kind is known: {error}") from None
+        with self._failures():  # some stores connect here
+            try:
+                return fsspec.core.url_to_fs(self.address)
+            except ImportError as error:
+                raise NoStoreError(f"{self.address}: {error}") from None
+            except ValueError as error:
+                raise NoStoreError(f"{self.address}: no store of this kind is known: {error}") from None
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -268,7 +320,7 @@ class FsspecStore:
             marks = {k: str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if k in info}
             return Version(size=info.get("size"), **marks)
 
-    def chunks(self, start: int, stop: int | None) -> Iterator[bytes]:
+    def chunks(self, start: int, stop: int | None, known: Version) -> Iterator[bytes]:
         filesystem, path = self._filesystem()
         with self._failures():
             size = self._info(filesystem, path).get("size")
@@ -298,12 +350,18 @@ def fetch(address: str, start: int = 0, stop: int | None = None, *, limit: int |
     Raises:
         RemoteError: it cannot be read, or has more than `limit` bytes.
     """
-    store = store_of(address)
+    store, known = store_of(address), Version()
     got = bytearray()
+    seconds = MAX_TIMEOUTS * _setting("INTERNVL_PACK_TIMEOUT", 30)
+    started = time.monotonic()
 
     def attempt() -> bytes:
-        for chunk in store.chunks(start + len(got), stop):
+        for chunk in store.chunks(start + len(got), stop, known):
             got.extend(chunk)
+            if time.monotonic() - started > seconds:
+                raise RemoteError(
+                    address, f"{len(got)} bytes came in {seconds:.0f} s, which is all it may take", tired=True
+                )
             if limit is not None and len(got) > limit:
                 raise RemoteError(address, f"more than {limit} bytes", large=True)
         return bytes(got)
@@ -388,10 +446,11 @@ def _copy(address: str, path: str, limit: int | None) -> None:
         if error.gone or error.tired:
             raise
         version = Version(size=None)  # some servers refuse HEAD
+    known = Version({name: mark for name, mark in version.items() if name != "size"})
     with open(partial, "wb") as file:
 
         def attempt() -> None:
-            for chunk in store.chunks(file.tell(), None):
+            for chunk in store.chunks(file.tell(), None, known):
                 file.write(chunk)
                 if limit is not None and file.tell() > limit:
                     raise RemoteError(address, f"more than {limit} bytes", large=True)

@@ -214,7 +214,8 @@ def test_forked_workers_have_a_loop_of_their_own(tmp_path, made, tokenizer):
     assert contents(by_address(tmp_path, "flaky", "lines"), tokenizer, num_workers=1) == contents(made[0], tokenizer)
 
 
-def test_records_may_name_addresses_of_several_stores(tmp_path, made, tokenizer):
+def test_records_may_name_addresses_of_several_stores(tmp_path, made, tokenizer, monkeypatch):
+    monkeypatch.setenv("INTERNVL_PACK_ALLOW_REMOTE", "memory://bucket, flaky://bucket")
     into_memory(made[0].parent)
     lines = [json.loads(line) for line in (made[0].parent / "made.jsonl").read_text().splitlines()]
     for number, line in enumerate(lines):

@@ -400,26 +400,20 @@ def test_an_image_is_found_below_the_root(images):
     assert ref.name == str(images / "root" / "a.jpg")
 
 
-def test_names_may_lead_out_of_the_root(images):
-    resolve = FolderResolver(str(images / "root"))
-    assert resolve("../outside.jpg").read() == b"outside"
-    assert resolve(str(images / "outside.jpg")).read() == b"outside"
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("gone.jpg", "image_missing"),
         ("a.jpg/b.jpg", "image_missing"),
         ("a\0.jpg", "image_missing"),
-        ("x" * 5000, "image_unreadable"),
+        ("x-" * 2500, "image_unreadable"),
         ("sub", "image_not_a_file"),
         ("pipe.jpg", "image_not_a_file"),
-        ("/dev/zero", "image_not_a_file"),
+        ("/dev/zero", "image_outside_root"),
         ("empty.jpg", "image_empty"),
         ("", "image_missing"),
         (None, "image_missing"),
-        ("nowhere://bucket/a.jpg", "remote_not_supported"),
+        ("nowhere://bucket/a.jpg", "remote_not_allowed"),
     ],
 )
 def test_an_image_that_cannot_be_read_costs_its_sample(images, name, reason):

@@ -1,0 +1,78 @@
+"""Whether the batches that readers have under way fit into shared memory (/dev/shm), and files that may be open.
+
+    a reader collates a batch into /dev/shm ──> a descriptor of it goes to the training process ──> freed after its step
+
+A container often has 64 MB of it, of which a batch of 48 tiles of 448 pixels takes 29. Where it is full a reader loses
+its batch without a word and the training process waits for ever, so the space is counted before the first batch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from .errors import UserError
+
+SHARED_MEMORY = "/dev/shm"
+BYTES_A_TOKEN = 40
+"""Ids, labels, positions, weights and a mask: five numbers of 8 bytes at most."""
+HELD_BATCHES = 2
+"""Batches beyond those that readers have been asked for: one that is trained on, one on its way to the device."""
+OPEN_FILES = 1 << 16
+
+
+def bytes_of_batch(max_tokens: int, max_tiles: int, image_size: int) -> int:
+    """Bytes of a batch at most.
+
+    Args:
+        max_tokens, max_tiles: of a batch, all its packs together.
+        image_size: pixels along a tile's edge; three bytes each.
+    """
+    return max_tokens * BYTES_A_TOKEN + max_tiles * 3 * image_size * image_size
+
+
+def bytes_in_flight(batch_bytes: int, num_workers: int, prefetch_factor: int) -> int:
+    """What one training process and its readers hold of shared memory at most; nothing without readers."""
+    return batch_bytes * (num_workers * prefetch_factor + HELD_BATCHES) if num_workers else 0
+
+
+def free_bytes(path: str = SHARED_MEMORY) -> int | None:
+    """Bytes that are free there; None where there is no such place (macOS)."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def fitting_prefetch(
+    batch_bytes: int, num_workers: int, prefetch_factor: int, free: int | None, processes: int = 1
+) -> int:
+    """The prefetch factor, or a smaller one with which all batches in flight fit.
+
+    Args:
+        free: bytes of shared memory; None where it is not known.
+        processes: training processes of this machine, which share it.
+
+    Raises:
+        UserError: not even one batch a reader fits.
+    """
+    if free is None or not num_workers:
+        return prefetch_factor
+    for fewer in range(prefetch_factor, 0, -1):
+        if processes * bytes_in_flight(batch_bytes, num_workers, fewer) <= free:
+            return fewer
+    needed = processes * bytes_in_flight(batch_bytes, num_workers, 1)
+    raise UserError(
+        f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and batches on their way from {processes} x {num_workers} "
+        f"dataloader workers take {needed / 1e6:,.0f} MB: give the container more (docker run --shm-size "
+        f"{-(-needed // 2**30)}g, or --ipc host), or set --dataloader_num_workers lower (0: none is needed)"
+    )
+
+
+def allow_many_open_files() -> None:
+    """Raise the soft limit of open files towards the hard one: each tensor of a batch in flight is a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

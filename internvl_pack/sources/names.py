@@ -1,0 +1,70 @@
+"""File names as people write them: what cannot be one, the same name in another form, and what may have been meant."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterator
+
+from ..errors import SampleError
+
+MAX_LISTED = 10_000
+"""Entries of a folder that are looked through for the name that may have been meant."""
+
+#: How pictures begin in base64 (JPEG, PNG, WebP, GIF); anything longer than a path may be is none, either.
+_PICTURE_IN_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]{4096}")
+
+
+def refuse_embedded(name: str) -> None:
+    """Raises SampleError `image_field` where a record holds a picture itself instead of its name."""
+    is_data = name[:5].lower() == "data:"
+    if not is_data and len(name) < 200:
+        return
+    if is_data or _PICTURE_IN_BASE64.match(name):
+        what = f"a data: URI ({name[5:40].partition(';')[0].partition(',')[0]})" if is_data else "text in base64"
+        raise SampleError(
+            "image_field", f"the picture itself, {what} of {len(name)} characters, stands where its file's name is read"
+        )
+
+
+def other_forms(path: str) -> Iterator[str]:
+    """The same name in the other normal forms of Unicode: archives from a Mac write accents apart."""
+    if path.isascii():
+        return
+    for form in ("NFC", "NFD"):
+        other = unicodedata.normalize(form, path)
+        if other != path:
+            yield other
+
+
+def hint_of(path: str) -> str:
+    """`; did you mean '...'?` where a file of nearly that name is there: backslashes, other letters' case; else ""."""
+    if "\\" in path and os.path.exists(path.replace("\\", "/")):
+        return f"; with / for \\ there is one: {path.replace(chr(92), '/')!r}"
+    found = _in_other_case(path)
+    return "" if found is None else f"; there is {found!r}: names differ by their letters' case"
+
+
+def _in_other_case(path: str) -> str | None:
+    """The file whose path differs by case in its last two parts, looked for among the first entries of its folder."""
+    folder, base = os.path.split(path)
+    if not base:
+        return None
+    folders = [folder]
+    if not os.path.isdir(folder):
+        above, last = os.path.split(folder)
+        named = _entry(above, last)
+        folders = [] if named is None else [named]
+    return next((found for each in folders if (found := _entry(each, base)) is not None), None)
+
+
+def _entry(folder: str, name: str) -> str | None:
+    try:
+        with os.scandir(folder or ".") as entries:
+            for _, entry in zip(range(MAX_LISTED), entries, strict=False):
+                if entry.name.casefold() == name.casefold():
+                    return os.path.join(folder, entry.name)
+    except (OSError, ValueError):
+        return None
+    return None

@@ -1,0 +1,74 @@
+"""Images in the notations of other tools: bound where it is clear, else refused, never trained as text in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from internvl_pack.encode.notations import bind_other_notations
+from internvl_pack.errors import SampleError
+
+
+def bound(text: str, num_images: int) -> str | None:
+    """The text of a human turn with `<image>` in it; None where the sample is refused."""
+    try:
+        turns = bind_other_notations([("human", text), ("gpt", "<IMAGE>\n")], num_images)
+    except SampleError as error:
+        assert error.reason == "placeholder_mismatch"
+        return None
+    assert turns[1] == ("gpt", "<IMAGE>\n"), "answers are text"
+    return turns[0][1]
+
+
+@pytest.mark.parametrize(
+    "text, num_images, expected",
+    [
+        ("<IMAGE>\nq", 1, "<image>\nq"),
+        ("<image_1> <image_2> differ?", 2, "<image> <image> differ?"),
+        ("<image 0> and <image 1>", 2, "<image> and <image>"),
+        ("Is <|image_1|> red?", 1, "Is <image> red?"),
+        ("<|vision_start|><|image_pad|><|vision_end|>q", 1, "<image>q"),
+        ("<ImageHere><ImageHere>q", 2, "<image><image>q"),
+        ("[IMG]\nq", 1, "<image>\nq"),
+    ],
+)
+def test_a_clear_notation_is_taken_for_image(text, num_images, expected):
+    assert bound(text, num_images) == expected
+
+
+@pytest.mark.parametrize(
+    "text, num_images",
+    [
+        ("<IMAGE>\nq", 0),
+        ("<IMAGE>\nq", 2),
+        ("q\n[IMG]", 0),
+        ("Picture 1: <img>d.jpg</img>\nq", 0),
+        ("compare <img>a.png</img> to it", 1),
+        ("<image>\n<img>b.png</img>", 1),
+        ("<image_1> <image_2> differ?", 1),
+        ("<image_2> <image_1> differ?", 2),
+        ("What is in <image_1>?", 0),
+        ("<image>\nand <image_2>", 1),
+        ("<IMAGE> and <image_1>", 2),
+        ("<image>\n<IMAGE>\nq", 1),
+        ("<audio>\nq", 0),
+        ("<audio>\nq", 1),
+    ],
+)
+def test_an_unclear_notation_refuses_the_sample(text, num_images):
+    assert bound(text, num_images) is None
+
+
+@pytest.mark.parametrize(
+    "text, num_images",
+    [
+        ("<image>\nq", 1),
+        ("What does [IMG] mean?", 0),
+        ("the tags <img></img> and <IMG_CONTEXT> stay", 0),
+        ('write <img src="a.png"> here', 0),
+        ("<image>\nDescribe <image_1> please", 1),
+        ("<image>\nWhat does [IMG] mean?", 1),
+        ("an <audio> element", 0),
+    ],
+)
+def test_words_stay_words(text, num_images):
+    assert bound(text, num_images) == text

@@ -1,0 +1,30 @@
+"""Fields that nobody knows are counted by their names."""
+
+from __future__ import annotations
+
+import json
+
+from factory import write_jsonl
+
+from internvl_pack.cli import main
+from internvl_pack.field_counts import count_unknown_fields, told
+from internvl_pack.sources import load_meta, open_source
+
+
+def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, capsys):
+    meta = write_jsonl(tmp_path, 30)
+    path = tmp_path / "made.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["sytem"] = "You are a pirate."
+        if number % 3 == 0:
+            row["conversations"][1]["los"] = False
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "half a rec")
+    sources = [open_source(spec) for spec in load_meta(meta)]
+    counts = count_unknown_fields(sources)
+    assert counts == {"made: sytem": 30, "made: conversations[].los": 10}
+    assert count_unknown_fields(sources, max_rows=4)["made: sytem"] == 4
+    assert main(["validate", str(meta), "--json"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert all(line in out for line in told(counts))
+    assert json.loads(out[-1])["unknown_fields"] == counts
