@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internvl_pack.encode import EncodeConfig, Encoder
-from internvl_pack.encode.chat import INTERNVL2_5_SYSTEM_PROMPT, ChatML, known_templates, register_template
+from internvl_pack.encode.chat import INTERNVL2_5_SYSTEM_PROMPT, ChatML, register_template
+from internvl_pack.encode.templates import known_templates
 from internvl_pack.encode.text import TextEncoder, structural_tokens
 from internvl_pack.errors import SampleError, UserError
 
@@ -199,7 +200,7 @@ def test_a_style_is_added_in_a_few_lines(tokenizer):
         encoded = encoder.encode(raw_sample([("human", QUESTION), ("gpt", ANSWER)]), SPEC)
         assert tokenizer.decode(encoded.input_ids).startswith("<|im_start|>system\nArr.<|im_end|>\n<|im_start|>user")
     finally:
-        del chat._TEMPLATES["pirate"]
+        del chat.TEMPLATES["pirate"]
 
 
 def test_a_tokenizer_without_the_image_tokens_is_a_users_mistake(tokenizer):

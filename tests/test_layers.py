@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the top down; a stage imports from those below it. Stages of one line stand side by side.
 STAGES = (
-    ("train",),
     ("internvl_pack.cli", "internvl_pack.commands"),
+    ("train",),
     ("internvl_pack",),  # its public names
     ("internvl_pack.report",),
     ("internvl_pack.stream",),

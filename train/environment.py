@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from internvl_pack.errors import UserError
-from internvl_pack.shared_memory import allow_many_open_files
+from internvl_pack.stream.shared_memory import allow_many_open_files
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,7 @@ def chat_style(given: str | None, source: str | None) -> str:
     Raises:
         UserError: the checkpoint's is not known here.
     """
-    from ..encode.chat import known_templates
+    from ..encode.templates import known_templates
 
     default = "internvl2_5"
     template = internvl_format.template_of(config_of(source))

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..field_counts import count_unknown_fields, told
 from ..packing.split import OVERSIZE
+from ..survey.field_counts import count_unknown_fields, told
 from ..survey.table import root_of
 from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
 from ._options import add_encoding, add_workers, num_workers, open_samples, option

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from internvl_pack.errors import SampleError, UserError
-from internvl_pack.plugins import add_to, load_plugins
+from internvl_pack.plugins import add_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,8 @@ class ChatTemplate(Protocol):
         ...
 
 
-_TEMPLATES: dict[str, Callable[..., ChatTemplate]] = {}
+TEMPLATES: dict[str, Callable[..., ChatTemplate]] = {}
+"""Factories by conv_style; templates.py finds them."""
 
 _Factory = TypeVar("_Factory", bound=Callable[..., ChatTemplate])
 
@@ -88,27 +89,7 @@ def register_template(conv_style: str) -> Callable[[_Factory], _Factory]:
     Raises:
         UserError: another one has the name.
     """
-    return lambda factory: add_to(_TEMPLATES, "conv_style", conv_style, factory)
-
-
-def known_templates() -> tuple[str, ...]:
-    _register_all()
-    return tuple(sorted(_TEMPLATES))
-
-
-def make_template(conv_style: str, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Build the template of a `conv_style`; UserError for an unknown name or an unsuitable tokenizer."""
-    if conv_style not in _TEMPLATES:
-        _register_all()
-    if conv_style not in _TEMPLATES:
-        raise UserError(f"conv_style is {conv_style!r}: choose one of {', '.join(known_templates())}")
-    return _TEMPLATES[conv_style](tokenizer)
-
-
-def _register_all() -> None:
-    from internvl_pack.encode import formats  # noqa: F401  its import registers; it is made of this module's classes
-
-    load_plugins()
+    return lambda factory: add_to(TEMPLATES, "conv_style", conv_style, factory)
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, token: str, conv_style: str) -> int:

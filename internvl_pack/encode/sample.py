@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from internvl_pack.encode.augment import recompress
-from internvl_pack.encode.chat import Part, PlainText, make_template, single_token, without_answers
+from internvl_pack.encode.chat import Part, PlainText, single_token, without_answers
 from internvl_pack.encode.conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
 from internvl_pack.encode.fields import refuse_fields, trained_answers
 from internvl_pack.encode.images import (
@@ -24,6 +24,7 @@ from internvl_pack.encode.images import (
     empty_tiles,
     image_size_of,
 )
+from internvl_pack.encode.templates import make_template
 from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
 from internvl_pack.encode.video import (
@@ -188,8 +189,8 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
-        refuse_fields(raw.data)
         turns = turns_of(raw.data, self._roles)
+        refuse_fields(raw.data)
         flags = trained_answers(raw.data, turns)
         names = image_names_of(raw.data)
         video = video_of(raw.data)

@@ -9,6 +9,7 @@ state is that of the run, the same on every rank, and any number of ranks and wo
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from ..parallel.agreement import Agreement
 from ..survey.exchange import Exchange, LocalStore, StoreExchange, store_of_the_run
 from .dataset import PackedDataset
 from .reader import MicroBatch, Progress
+from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
 from .state import check_state, make_state, plan_of
 from .worker import begin_reader, release_free_memory
 
 logger = logging.getLogger(__name__)
 
+PREFETCH = 2  # batches that a reader makes ahead, torch's default
 MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
 
 
@@ -98,6 +101,9 @@ class PackLoader(DataLoader):
         for name, value in (("packs_per_batch", packs_per_batch), ("accumulation", accumulation)):
             if value < 1:
                 raise UserError(f"{name} is {value}: give at least 1")
+        if num_workers:
+            ahead = options.get("prefetch_factor")
+            options["prefetch_factor"] = _prefetch(dataset, packs_per_batch, num_workers, ahead)
         self.packed_dataset = dataset
         self.pack_collate_fn = collate_fn or packed_collate_fn
         self._feed = _Feed(dataset, packs_per_batch, accumulation)
@@ -287,6 +293,26 @@ class PackLoader(DataLoader):
                 self._plan["packs_per_step"],
                 self.packs_per_step,
             )
+
+
+def _prefetch(dataset: PackedDataset, packs_per_batch: int, num_workers: int, wanted: int | None) -> int:
+    """Batches that each reader makes ahead: as wanted, or as many as fit into shared memory.
+
+    Raises:
+        UserError: not even one a reader fits.
+    """
+    allow_many_open_files()
+    config, wanted = dataset.config, wanted or PREFETCH
+    batch = bytes_of_batch(
+        packs_per_batch * config.max_packed_tokens,
+        packs_per_batch * config.num_images_expected,
+        dataset.encoder.config.image_size,
+    )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fitting = fitting_prefetch(batch, num_workers, wanted, free_bytes(), processes)
+    if fitting < wanted:
+        logger.warning("readers make %d batches ahead instead of %d: shared memory holds no more", fitting, wanted)
+    return fitting
 
 
 def _exit_of(code: int) -> str:

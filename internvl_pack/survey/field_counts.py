@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .encode.fields import unknown_fields
-from .errors import SampleError, costs_one_sample, without_traces
-from .sources import Source
+from ..encode.fields import unknown_fields
+from ..errors import SampleError, costs_one_sample, without_traces
+from ..sources import Source
 
 MAX_ROWS = 10_000
 """Rows looked at of a dataset, spread over it: a field is rarely of few rows, and this takes a second."""

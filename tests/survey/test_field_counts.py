@@ -7,8 +7,8 @@ import json
 from factory import write_jsonl
 
 from internvl_pack.cli import main
-from internvl_pack.field_counts import count_unknown_fields, told
 from internvl_pack.sources import load_meta, open_source
+from internvl_pack.survey.field_counts import count_unknown_fields, told
 
 
 def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, capsys):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import resource
 
-from .errors import UserError
+from ..errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
 BYTES_A_TOKEN = 40

@@ -7,9 +7,9 @@ import resource
 import numpy as np
 import pytest
 
-from internvl_pack import shared_memory
 from internvl_pack.errors import UserError
-from internvl_pack.shared_memory import bytes_in_flight, bytes_of_batch, fitting_prefetch, free_bytes
+from internvl_pack.stream import shared_memory
+from internvl_pack.stream.shared_memory import bytes_in_flight, bytes_of_batch, fitting_prefetch, free_bytes
 
 MB = 1 << 20
 BATCH = bytes_of_batch(16384, 48, 448)
