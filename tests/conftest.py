@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,8 +25,28 @@ SHARED = ROOT.parent / "shared"
 
 
 #: Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
-LONGEST = ("train_resume", "compiled", "dataset", "train_stop", "in_batch", "train_deepspeed", "sequence_parallel")
-LONGEST += ("train_evaluation", "lora", "docs_examples", "scenarios", "preset", "shell_launchers", "zero3")
+LONGEST = ("train_resume", "sharding", "compiled", "train_stop", "in_batch", "train_deepspeed", "sequence_parallel")
+LONGEST += ("train_evaluation", "lora", "docs_examples", "scenarios", "preset", "shell_launchers", "zero3", "experts")
+#: What a file of tests that starts processes or compiles has in it.
+STARTS = re.compile(
+    r"subprocess|multiprocessing|num_workers|workers=|\"--workers\"|compile|deepspeed|finetune|launched"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="only files of tests that start no process and compile nothing"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if (
+        not config.getoption("--fast")
+        or collection_path.suffix != ".py"
+        or not collection_path.name.startswith("test_")
+    ):
+        return None
+    return bool(STARTS.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,15 +81,9 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def _damage(folder: Path, state: Mapping[str, Any]) -> str:
-    lanes, options, packs = state.get("lanes"), state.get("options"), state.get("global_packs")
-    if not isinstance(lanes, dict) or not isinstance(options, dict) or not isinstance(packs, int):
-        return f"{PACKING_STATE} lacks lanes, options or global_packs"
-    # Pack g is of lane g mod num_lanes: after so many packs these lanes have a state.
-    num_lanes = options.get("num_lanes")
-    begun = min(num_lanes, packs) if isinstance(num_lanes, int) else 0
-    missing = next((lane for lane in range(begun) if str(lane) not in lanes), None)
-    if missing is not None:
-        return f"{PACKING_STATE} lacks the state of lane {missing}"
+    # What the plan's state holds is the loader's to check: one of another version is whole, and refused by its number.
+    if not isinstance(state.get("version"), int) or not isinstance(state.get("options"), dict):
+        return f"{PACKING_STATE} lacks its version or options"
     files = state.get(FILES, {})
     if not isinstance(files, dict):
         return f"{PACKING_STATE} names its files in no object"
@@ -128,7 +122,10 @@ def find(value: str | None, output_dir: str | Path) -> Path | None:
     for each in marked:
         if not each.damage:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved_at))
-            logger.warning("resume: going on from %s, step %d, written %s", each.folder, each.step, when)
+            logger.warning(
+                "resume: going on from %s, step %d, written %s; --overwrite_output_dir True starts anew",
+                *(each.folder, each.step, when),
+            )
             return each.folder
         logger.warning("resume: %s is passed over: %s", each.folder, each.damage)
     if marked:

@@ -60,7 +60,8 @@ def is_filled(value: Any) -> bool:
 
 def refuse_fields(data: Mapping[str, Any]) -> None:
     """Raises SampleError `unsupported_field` for a filled field of a record or turn that no template can write."""
-    _refuse(data, REFUSED_IN_RECORD, "the record")
+    if not ("chosen" in data and "rejected" in data):  # preference data, which turns_of names
+        _refuse(data, REFUSED_IN_RECORD, "the record")
     for number, turn in _turns(data):
         if not turn.keys() <= _ROLE_AND_TEXT:
             _refuse(turn, REFUSED_IN_TURN, f"turn {number}")

@@ -189,8 +189,8 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
-        turns = turns_of(raw.data, self._roles)
         refuse_fields(raw.data)
+        turns = turns_of(raw.data, self._roles)
         flags = trained_answers(raw.data, turns)
         names = image_names_of(raw.data)
         video = video_of(raw.data)

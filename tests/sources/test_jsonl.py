@@ -477,5 +477,5 @@ def test_case_every_image_bad_names_each_reason(shared_dir):
         "b1": "image_empty",
         "b3": "image_missing",
         "b4": "image_missing",  # `images`, which is not below images/
-        "b5": "image_empty",
+        "b5": "image_outside_root",
     }

@@ -17,7 +17,7 @@ from train import checkpoint_folders
 from train.checkpoint import PACKING_STATE, load_packing_state
 from train.checkpoint_folders import find, folders_of, inspect, mark, overruled, rotate, unmark, writing_to
 
-STATE = {"global_packs": 9, "options": {"num_lanes": 4}, "lanes": {str(lane): {} for lane in range(4)}}
+STATE = {"version": 3, "epoch": 0, "options": {"seed": 42}, "plan": None, "losses": {}}
 
 
 def checkpoint(output_dir: Path, step: int, state: dict | None = STATE) -> Path:
@@ -66,11 +66,8 @@ DAMAGE = {
         "model-00001.safetensors is missing",
     ),
     "a shard that is cut": (lambda folder: os.truncate(folder / "global_step1" / "rank_0.pt", 9), "9 bytes, 500 were"),
-    "a lane without state": (
-        lambda folder: mark(folder, STATE | {"lanes": {"0": {}, "1": {}, "3": {}}}),
-        "lacks the state of lane 2",
-    ),
-    "no lanes": (lambda folder: mark(folder, {"options": {}}), "lacks lanes"),
+    "no version": (lambda folder: mark(folder, {"options": {}}), "lacks its version"),
+    "no options": (lambda folder: mark(folder, {"version": 3}), "lacks its version or options"),
 }
 
 
