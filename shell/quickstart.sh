@@ -3,7 +3,7 @@
 # packing, train it again padded, compare. The last line is "SUMMARY {json}". Nothing is downloaded but packages.
 #
 #   bash shell/quickstart.sh            on a CPU: 2 processes, gloo; with GPUs: up to 2 of them, bf16, NCCL
-#   WORK_DIR=/tmp/try bash shell/quickstart.sh
+#   WORK_DIR=/tmp/try WORKERS=0 bash shell/quickstart.sh      WORKERS: reader processes a rank, 3 by default
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -18,6 +18,7 @@ fi
 ensure_python
 cd "$ROOT"
 WORK_DIR="${WORK_DIR:-work_dirs/quickstart}"
+WORKERS="${WORKERS:-3}"
 META="shell/data/quickstart.json"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
@@ -48,7 +49,7 @@ train() {
     --force_image_size 56 --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 6 \
     --max_packed_tokens 2048 --num_images_expected 44 --max_seq_length 2048 \
     --deepspeed zero_stage1 --num_train_epochs 1 --learning_rate 2e-3 --warmup_steps 5 --lr_scheduler_type cosine \
-    --grad_checkpoint False --logging_steps 1 --save_strategy no --report_to none "${device[@]}" "$@"
+    --dataloader_num_workers "$WORKERS" --grad_checkpoint False --logging_steps 1 --save_strategy no --report_to none "${device[@]}" "$@"
 }
 
 say "packed: several samples a row"

@@ -188,8 +188,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     trainer = PackTrainer(
         model=model,
         args=args,
-        loader=loader,
-        eval_loader=eval_loader,
+        train_dataset=loader,
+        eval_dataset=eval_loader,
         processing_class=tokenizer,
         loss_reduction_all_gather=data_args.loss_reduction_all_gather,
         resume_ignore_options=args.resume_ignore_options,

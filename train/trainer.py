@@ -37,7 +37,8 @@ from internvl_pack.ledger import Ledger, Losses
 from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
 from internvl_pack.parallel.agreement import OtherRankFailed
 from internvl_pack.parallel.slices import count_slice_targets
-from internvl_pack.stream.loader import PackLoader
+from internvl_pack.stream.dataset import PackedDataset
+from internvl_pack.stream.loader import PackLoader, build_loader
 
 from . import checkpoint_folders
 from .checkpoint import load_packing_state, make_universal
@@ -72,16 +73,19 @@ _VECTOR = ("loss_weight", "has_data", "failed", "capacity", *_COUNTS)
 
 
 class PackTrainer(StepTrainer):
-    """Trains a `PackedModel` on the batches of a `PackLoader`.
+    """Trains a `PackedModel` on packs, as transformers' Trainer does on its datasets.
+
+        trainer = PackTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
 
     Args:
         model: the packed model.
-        args: the training arguments.
-        loader: this rank's batches, packed or padded.
+        args: the training arguments, a `PackTrainingArguments`.
+        train_dataset: the packs; or a loader of them, packed or padded, that was built otherwise.
+        eval_dataset: held-out packs, unshuffled, or their loader; see evaluation.py.
         loss_reduction_all_gather: False normalises by each rank's own weights, as InternVL's scripts
             do by default; the result then depends on how samples fell on ranks.
         resume_ignore_options: go on from a checkpoint that was saved with other packing options.
-        eval_loader: this rank's held-out rows, unshuffled; see evaluation.py.
         saving: how the model is written; default: as a native checkpoint, LoRA merged in.
         ranks: the place of this process; default: every process has rows of its own.
         router_loss: the balance loss of a model whose routers are balanced.
@@ -97,22 +101,22 @@ class PackTrainer(StepTrainer):
         self,
         model: torch.nn.Module,
         args: Any,
-        loader: PackLoader,
+        train_dataset: PackedDataset | PackLoader,
         *,
+        eval_dataset: PackedDataset | PackLoader | None = None,
         loss_reduction_all_gather: bool = True,
         resume_ignore_options: bool = False,
-        eval_loader: PackLoader | None = None,
         saving: Saving | None = None,
         ranks: Ranks | None = None,
         also_saved: Mapping[str, Any] | None = None,
         router_loss: RouterLoss | None = None,
         **kwargs: Any,
     ) -> None:
-        if eval_loader is not None:
-            kwargs["eval_dataset"] = eval_loader.packed_dataset  # the Trainer only asks whether there is one
+        self.loader = loader = _loader_of(train_dataset, args)
+        self.eval_loader = None if eval_dataset is None else _loader_of(eval_dataset, args, evaluates=True)
+        if self.eval_loader is not None:
+            kwargs["eval_dataset"] = self.eval_loader.packed_dataset  # the Trainer only asks whether there is one
         super().__init__(model=model, args=args, **kwargs)
-        self.loader = loader
-        self.eval_loader = eval_loader
         self.saving = saving or Saving()
         self.ranks = ranks or Ranks.here()
         self.also_saved = dict(also_saved or {})
@@ -478,6 +482,22 @@ def defer_worker_death() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
+def _loader_of(data: PackedDataset | PackLoader, args: Any, *, evaluates: bool = False) -> PackLoader:
+    """The loader of a dataset by the training arguments; held-out packs are a row each and a step by themselves."""
+    if isinstance(data, PackLoader):
+        return data
+    workers = args.dataloader_num_workers
+    return build_loader(
+        data,
+        packs_per_batch=1 if evaluates else args.per_device_train_batch_size,
+        accumulation=1 if evaluates else args.gradient_accumulation_steps,
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        persistent_workers=args.dataloader_persistent_workers and workers > 0 and not evaluates,
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+    )
+
+
 class _EpochControl(TrainerCallback):
     """Ends the run with the data, not with an estimated number of steps."""
 
@@ -503,8 +523,8 @@ class _EpochControl(TrainerCallback):
         estimate, loader = trainer.estimate, trainer.loader
         assert estimate is not None, "made before the first step"
         state.epoch = loader.epoch + min(1.0, loader.steps_done / max(1, estimate.steps(loader.epoch)))
-        if args.max_steps > 0 or estimate.exact or not float(args.num_train_epochs).is_integer():
-            return
+        if args.max_steps > 0 or not float(args.num_train_epochs).is_integer():
+            return  # a number of steps it is; whole epochs end with the plan
         if state.global_step >= state.max_steps:
             control.should_training_stop = False
             state.max_steps = state.global_step + 1
