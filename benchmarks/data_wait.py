@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_check import Table, versions
 from benchmarks.train_step import SHAPES, VISION, internvl_config
 from internvl_pack.checkpoints.tokenizers import image_token_id
-from internvl_pack.tiny import tiny_internvl_config
+from internvl_pack.testing.tiny import tiny_internvl_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TILE = 448  # pixels along a side

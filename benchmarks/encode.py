@@ -33,7 +33,7 @@ def plan(meta: str, tokenizer_folder: str | None, runs: int) -> None:
     from internvl_pack.encode import Encoder
     from internvl_pack.sources import open_source
     from internvl_pack.sources.meta import load_meta
-    from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
     specs = load_meta(meta)
     if tokenizer_folder:

@@ -39,7 +39,7 @@ from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.model.vision import use_tile_attention
-from internvl_pack.tiny import tiny_internvl, tiny_tokenizer
+from internvl_pack.testing.tiny import tiny_internvl, tiny_tokenizer
 
 FACTOR = 2.0  # times the error of bfloat16 SDPA, a sample at a time
 SEGMENT_ERROR = 0.05  # of the row's mean size, for each segment by itself: a leak is of order 1

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from soak import write_data
 
-from internvl_pack.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
 from train.checkpoint import PACKING_STATE
 from train.checkpoint_folders import folders_of
 from train.sample_log import FOLDER, read_sample_log

@@ -240,7 +240,7 @@ def main() -> None:
 
     from internvl_pack import PackedDataset, PackingConfig, build_loader
     from internvl_pack.sources import load_meta
-    from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
     torch.set_num_threads(1)
     if arguments.tokenizer:

@@ -123,7 +123,7 @@ def make_samples(folder: Path, tokens: float, tiles: float) -> Path:
 def encode_and_decode(tokens: float, tiles: float) -> tuple[float, float, float]:
     """(seconds of processor time, tokens of text, tiles) of a made sample, the fastest of three runs."""
     from internvl_pack.samples import Samples
-    from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
         meta = make_samples(Path(name), tokens, tiles)

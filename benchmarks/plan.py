@@ -34,7 +34,7 @@ from internvl_pack.plan.packed_state import to_json
 from internvl_pack.samples import Samples
 from internvl_pack.stream.state import make_state
 from internvl_pack.survey.survey import Survey
-from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKS_PER_STEP = 64

@@ -28,7 +28,7 @@ from internvl_pack.samples import Samples
 from internvl_pack.sources import RawSample, Source
 from internvl_pack.survey.survey import Survey
 from internvl_pack.survey.table import Measured
-from internvl_pack.tiny import tiny_tokenizer
+from internvl_pack.testing.tiny import tiny_tokenizer
 
 BLOCK = 1 << 16
 

@@ -24,7 +24,7 @@ import psutil
 from PIL import Image
 
 from internvl_pack import EncodeConfig, PackedDataset, PackingConfig, build_loader
-from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
 #: Shares by which the median of the last third may lie above that of the second.
 ALLOWED = {"uss_mb": 0.03, "readers_uss_mb": 0.05, "descriptors": 0.02, "cpu_ms_a_batch": 0.25}

@@ -83,6 +83,6 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from internvl_pack.tiny import conversation_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
     return tiny_tokenizer(conversation_texts(DEMO / "demo.jsonl"))

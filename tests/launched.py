@@ -10,7 +10,7 @@ from typing import Any
 
 from factory import write_jsonl
 
-from internvl_pack.tiny import save_tiny_checkpoint
+from internvl_pack.testing.tiny import save_tiny_checkpoint
 from train.sample_log import FOLDER
 
 _OF_THE_CALLER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from internvl_pack.encode import words
 from internvl_pack.encode.words import WordEncoder
-from internvl_pack.tiny import conversation_texts
+from internvl_pack.testing.tiny import conversation_texts
 
 EXPRESSIONS = list(words._PLAIN_EXPRESSIONS)
 FIRST = "aZé ſ\u0301ΩЯかカ一0٣²\t\n\r\x0b\x1c\x85\u00a0\u2028'’“—…€×←≤、！<|>_-\u200d한"

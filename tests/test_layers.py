@@ -20,13 +20,13 @@ STAGES = (
     ("internvl_pack.estimate",),
     ("internvl_pack.plan",),
     ("internvl_pack.survey",),
-    ("internvl_pack.model",),
+    ("internvl_pack.model", "internvl_pack.testing"),
     ("internvl_pack.checkpoints", "internvl_pack.parallel"),
     ("internvl_pack.samples", "internvl_pack.batch"),
     ("internvl_pack.encode", "internvl_pack.config"),
     ("internvl_pack.order", "internvl_pack.packing"),
     ("internvl_pack.sources", "internvl_pack.ledger"),
-    ("internvl_pack.plugins", "internvl_pack.records", "internvl_pack.combinations", "internvl_pack.tiny"),
+    ("internvl_pack.plugins", "internvl_pack.records"),
     ("internvl_pack.errors",),
 )
 

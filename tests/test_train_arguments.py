@@ -155,7 +155,7 @@ def test_a_mistake_is_one_line_that_names_the_option(argv, expected, run):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tokenizer) -> str:
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer))
 

@@ -42,7 +42,7 @@ OPTIONS += [word for name, value in ADAM.items() for word in (f"--{name}", str(v
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
     """Rows of text alone beside rows of images: three long texts, and samples of two images each."""
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("made")
     (folder / "images").mkdir()

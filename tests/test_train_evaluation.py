@@ -20,7 +20,7 @@ COUNT = 30
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
     """Two held-out sets, one of which the training meta file would repeat, and a tiny model."""
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("eval")
     write_jsonl(folder, COUNT, name="first")

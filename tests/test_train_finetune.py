@@ -19,7 +19,7 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
     """A tiny model and 24 samples, one of them with an image that is none."""
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("made")
     write_jsonl(folder, COUNT)

@@ -200,7 +200,7 @@ RENAMED_IN["lora"] = RENAMED_IN["full"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
     """Where the scripts run: the checkpoint and the meta file are where they look for them."""
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("InternVL")
     save_tiny_checkpoint(folder / "OpenGVLab" / "InternVL2_5-8B", tokenizer, image_size=448)

@@ -23,7 +23,7 @@ SHAPE = ("--force_image_size", "56", "--max_packed_tokens", "512", "--num_images
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
     """A tiny model, 24 samples and a preset of them."""
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("made")
     write_jsonl(folder, COUNT)

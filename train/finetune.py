@@ -122,7 +122,6 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from transformers import set_seed
 
     from internvl_pack.checkpoints.internvl_format_files import chat_style
-    from internvl_pack.combinations import IN_BATCH, check_combinations
     from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
@@ -131,6 +130,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     from train.arguments import AUTO
     from train.callbacks import Epochs, FirstPacks, IsolationCheck, PackingReport, RunOptions
     from train.checkpointing import CheckpointByMemory
+    from train.combinations import IN_BATCH, check_combinations
     from train.quarantine import Quarantine
     from train.ranks import Ranks
     from train.router_loss import RouterLoss
@@ -221,8 +221,8 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
 
 def balanced_by_the_model(packing: Any, model_args: Any, data_args: Any) -> Any:
     """Streamed packs are balanced by the operations of the model that is trained, where its config is at hand."""
-    from internvl_pack.combinations import STREAM
     from internvl_pack.packing.cost import CostModel
+    from train.combinations import STREAM
 
     folder = model_args.model_name_or_path
     if data_args.way != STREAM or data_args.cost_model or not folder or not Path(folder, "config.json").is_file():
@@ -242,7 +242,6 @@ def load_tokenizer(model_args: Any) -> Any:
         UserError: there is none.
     """
     from internvl_pack.checkpoints import tokenizers
-    from internvl_pack.tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
     path = getattr(model_args, option)
@@ -255,7 +254,7 @@ def load_tokenizer(model_args: Any) -> Any:
             raise UserError(f"--{option} {path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
         raise UserError(f"--{option} {path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
     if option == "llm_path":
-        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
+        tokenizers.add_image_tokens(tokenizer)
     return tokenizer
 
 
@@ -267,9 +266,9 @@ def make_loader(model_args: Any, data_args: Any, args: Any, tokenizer: Any, conf
     """
     from internvl_pack import PresetDataset, in_batch_collate_fn
     from internvl_pack.batch.collate import padded_collate_fn
-    from internvl_pack.combinations import IN_BATCH, PRESET, STREAM
     from internvl_pack.stream.dataset import PackedDataset
     from internvl_pack.stream.loader import PackLoader, build_loader
+    from train.combinations import IN_BATCH, PRESET, STREAM
 
     options = {
         "encode": data_args.encode_config(patch_size(model_args)),

@@ -17,7 +17,7 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from internvl_pack.tiny import LANGUAGE_MODELS
+from internvl_pack.testing.tiny import LANGUAGE_MODELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def write(args: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     from internvl_pack.sources import load_meta, open_source
-    from internvl_pack.tiny import conversation_texts, save_tiny_checkpoint, source_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, source_texts, tiny_tokenizer
 
     if args.image_size < 28 or args.image_size % 28:
         raise UserError(

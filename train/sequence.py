@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from internvl_pack.combinations import PRESET
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import Kernel, select_kernel
@@ -21,6 +20,7 @@ from internvl_pack.parallel.checks import (
     check_packed,
     token_multiple,
 )
+from train.combinations import PRESET
 
 from .checkpoint import load_packing_state
 

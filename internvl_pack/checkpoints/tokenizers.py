@@ -18,7 +18,16 @@ logger = logging.getLogger(__name__)
 
 #: The names by which processors of the native InternVL ask a tokenizer for its image tokens.
 IMAGE_NAMES = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+#: Tokens that a bare language model's tokenizer lacks: InternVL's for images, and for grounding.
+IMAGE_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
+OTHER_TOKENS = ("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
 _INTERNLM2 = ("InternLM2Tokenizer", "InternLM2TokenizerFast", "InternLMTokenizer")
+
+
+def add_image_tokens(tokenizer: Any) -> None:
+    """Give a bare language model's tokenizer the tokens that it lacks; one that has them stays as it is."""
+    if IMAGE_TOKENS[0] not in tokenizer.get_vocab():
+        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -147,19 +147,17 @@ def load_tokenizer(path: str) -> Any:
         UserError: there is none.
     """
     from ..checkpoints import tokenizers
-    from ..tiny import IMAGE_TOKENS, OTHER_TOKENS
 
     try:
         tokenizer = tokenizers.load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--tokenizer {path} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if IMAGE_TOKENS[0] not in tokenizer.get_vocab():
-        tokenizer.add_tokens([*IMAGE_TOKENS, *OTHER_TOKENS], special_tokens=True)
+    tokenizers.add_image_tokens(tokenizer)
     return tokenizer
 
 
 def stand_in_tokenizer(sources: Sequence[Source]) -> Any:
     """A small one built from the data: counts differ from the model's."""
-    from ..tiny import source_texts, tiny_tokenizer
+    from ..testing.tiny import source_texts, tiny_tokenizer
 
     return tiny_tokenizer(source_texts(sources), vocab_size=1024)

@@ -23,7 +23,6 @@ from helpers.model_samples import (
 from internvl_pack.batch.collate import FILLER_ID, packed_collate_fn, row_boundaries
 from internvl_pack.batch.in_batch import in_batch_collate_fn, sample_segment
 from internvl_pack.batch.row import PackRow, Segment
-from internvl_pack.combinations import check_combinations
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.plan.write_preset import plan_preset
@@ -31,6 +30,7 @@ from internvl_pack.samples import Samples
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, build_loader
 from internvl_pack.stream.preset_dataset import PresetDataset
+from train.combinations import check_combinations
 
 
 def as_dict(segment: Segment) -> dict:
@@ -88,7 +88,7 @@ def test_a_text_only_transformers_model_trains_on_it_as_on_padded_rows(tokenizer
 
     from internvl_pack.model.attention import register_packed_attention
     from internvl_pack.model.packed import PackedModel
-    from internvl_pack.tiny import tiny_text_config
+    from internvl_pack.testing.tiny import tiny_text_config
 
     torch.manual_seed(0)
     inner = AutoModelForCausalLM.from_config(tiny_text_config("llama", vocab_size=len(tokenizer)))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from internvl_pack.checkpoints.internvl_format_files import convert_to_native, convert_to_original, save_original
 from internvl_pack.model.build import build_model
-from internvl_pack.tiny import save_tiny_checkpoint, tiny_internvl, tiny_text_config
+from internvl_pack.testing.tiny import save_tiny_checkpoint, tiny_internvl, tiny_text_config
 
 #: Of one decoder layer, as GptOssForCausalLM stores them.
 LAYER = {

@@ -150,7 +150,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(tokenizer, tmp_path):
 def test_a_vision_tower_of_either_original_joins_a_language_model(tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from internvl_pack.tiny import tiny_text_config
+    from internvl_pack.testing.tiny import tiny_text_config
 
     config = chat_config(tokenizer, "qwen2", VISION_6B)
     state = chat_weights(config)
@@ -313,7 +313,7 @@ def test_convert_there_and_back_is_the_same_checkpoint(llm, tokenizer, tmp_path,
 
 @pytest.mark.parametrize("llm", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_a_native_checkpoint_that_never_was_an_original_becomes_one(llm, tokenizer, tmp_path):
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     native = save_tiny_checkpoint(tmp_path / "native", tokenizer, llm, rope_parameters={"rope_theta": 5e5})
     target = tmp_path / "target"
@@ -340,7 +340,7 @@ def test_a_native_checkpoint_that_never_was_an_original_becomes_one(llm, tokeniz
 
 
 def test_a_native_checkpoint_gets_the_code_of_the_one_it_shall_be_like(tokenizer, tmp_path):
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
 
     native = save_tiny_checkpoint(tmp_path / "native", tokenizer)
     like = tiny_chat_checkpoint(tmp_path / "like", tokenizer)
@@ -414,7 +414,7 @@ def test_qwen2_files_as_published_give_the_same_tokens(tokenizer, tmp_path):
 
 @pytest.fixture(scope="module")
 def sentences(demo_dir):
-    from internvl_pack.tiny import conversation_texts
+    from internvl_pack.testing.tiny import conversation_texts
 
     lines = [line for text in conversation_texts(demo_dir / "demo.jsonl") for line in text.splitlines()]
     return [line for line in lines if line.strip()] + ["你好世界，这是一个测试。", "数据 打包"] * 20

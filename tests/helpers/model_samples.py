@@ -12,7 +12,7 @@ from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.packed import PackedModel
-from internvl_pack.tiny import tiny_internvl
+from internvl_pack.testing.tiny import tiny_internvl
 
 IGNORE = -100
 SIZE = 56

@@ -28,7 +28,7 @@ from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.selfcheck import IsolationError, check_isolation
 from internvl_pack.parallel import enable_sequence_parallel, make_groups
 from internvl_pack.parallel.slices import count_slice_targets
-from internvl_pack.tiny import tiny_tokenizer
+from internvl_pack.testing.tiny import tiny_tokenizer
 
 WORLD = 4
 MODES = ("ulysses", "ring")

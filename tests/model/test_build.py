@@ -11,7 +11,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
 from internvl_pack.model.families import check_family
 from internvl_pack.model.packed import PackedModel
-from internvl_pack.tiny import save_tiny_checkpoint, tiny_text_config
+from internvl_pack.testing.tiny import save_tiny_checkpoint, tiny_text_config
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_missing_and_foreign_checkpoints_are_one_line(tokenizer, tmp_path):
 
 
 def test_another_models_tokenizer_is_refused(checkpoint, tokenizer):
-    from internvl_pack.tiny import tiny_tokenizer
+    from internvl_pack.testing.tiny import tiny_tokenizer
 
     with pytest.raises(UserError, match=r"<IMG_CONTEXT> is token \d+ of the tokenizer and \d+ of the model"):
         build(checkpoint, tiny_tokenizer(["a b c"], vocab_size=300))

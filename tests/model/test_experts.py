@@ -22,7 +22,7 @@ from helpers.model_samples import (
 from internvl_pack.errors import UserError
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.experts import choose_experts, expert_blocks, real_tokens
-from internvl_pack.tiny import tiny_tokenizer
+from internvl_pack.testing.tiny import tiny_tokenizer
 from train.router_loss import RouterLoss
 
 

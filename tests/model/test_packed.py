@@ -282,7 +282,7 @@ def test_a_text_only_model_packs_too(tokenizer):
     from transformers import AutoModelForCausalLM
 
     from internvl_pack.model.attention import register_packed_attention
-    from internvl_pack.tiny import tiny_text_config
+    from internvl_pack.testing.tiny import tiny_text_config
 
     config = tiny_text_config("llama", vocab_size=len(tokenizer))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention("sdpa", "cpu"))

@@ -12,7 +12,7 @@ from factory import TINY, write_meta
 from internvl_pack import PackedDataset, PackingConfig, build_loader
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.packed import PackedModel
-from internvl_pack.tiny import tiny_internvl
+from internvl_pack.testing.tiny import tiny_internvl
 
 BUDGET = 1024
 

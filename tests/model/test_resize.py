@@ -14,7 +14,7 @@ from internvl_pack.checkpoints.internvl_format_files import save_original
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
 from internvl_pack.model.resize import fit_vocabulary, interpolated
-from internvl_pack.tiny import save_tiny_checkpoint, tiny_text_config
+from internvl_pack.testing.tiny import save_tiny_checkpoint, tiny_text_config
 
 
 def build(path, tokenizer, **options):
@@ -134,7 +134,7 @@ def test_no_id_of_a_vocabulary_with_gaps_is_cut_off():
 def test_new_tokens_are_told_by_the_language_models_own_tokenizer(tokenizer, tmp_path, caplog):
     import copy
 
-    from internvl_pack.tiny import tiny_tokenizer
+    from internvl_pack.testing.tiny import tiny_tokenizer
 
     own = tiny_tokenizer(["a b c"], vocab_size=300)
     language_model(400).save_pretrained(tmp_path / "llm")

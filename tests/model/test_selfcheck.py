@@ -10,7 +10,7 @@ from torch import nn
 from internvl_pack.errors import UserError
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.selfcheck import IsolationError, check_isolation
-from internvl_pack.tiny import LANGUAGE_MODELS
+from internvl_pack.testing.tiny import LANGUAGE_MODELS
 
 
 def gradients_of_one_segments_loss(packed, batch, index):

@@ -11,7 +11,7 @@ import torch
 from helpers.model_samples import mixed_segments, packed_batch, segment, text_segments, tiny_packed
 
 from internvl_pack.model.selfcheck import check_isolation
-from internvl_pack.tiny import tiny_tokenizer
+from internvl_pack.testing.tiny import tiny_tokenizer
 
 STEPS = 3
 CHUNK = 8  # labelled tokens a chunk of the head: rank 0 needs several, rank 1 one or none

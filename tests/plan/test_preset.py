@@ -444,7 +444,7 @@ def test_what_the_preset_decides_itself_need_not_be_given_again(data, preset, to
 
 
 def test_other_tiles_and_tokenizers_are_refused_by_name(data, preset, tokenizer):
-    from internvl_pack.tiny import tiny_tokenizer
+    from internvl_pack.testing.tiny import tiny_tokenizer
 
     with pytest.raises(UserError, match="max_dynamic_patch was 6 and is 12 now"):
         PresetDataset.open(preset, data, tokenizer, CONFIG, encode=replace(TINY, max_dynamic_patch=12))

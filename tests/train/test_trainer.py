@@ -23,7 +23,7 @@ def environment():
 
 
 def test_six_lines_train_a_dataset_and_evaluate_another(tokenizer, tmp_path, environment):
-    from internvl_pack.tiny import save_tiny_checkpoint
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
     from train.arguments import PackTrainingArguments
     from train.trainer import PackTrainer
 

@@ -22,7 +22,7 @@ from internvl_pack.model.vision import fused as fused_module
 from internvl_pack.model.vision.drop_path import add_drop_path
 from internvl_pack.model.vision.fused import FusedTower, fuse_tower, is_fusible
 from internvl_pack.model.vision.tile_attention import tile_kernel, use_tile_attention
-from internvl_pack.tiny import save_tiny_checkpoint
+from internvl_pack.testing.tiny import save_tiny_checkpoint
 
 
 def attend(q, k, v, scale):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import SampleError
+from ..checkpoints.tokenizers import IMAGE_TOKENS, OTHER_TOKENS
+from ..errors import SampleError
 
 if TYPE_CHECKING:
     from transformers import (
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
         PreTrainedTokenizerFast,
     )
 
-    from .sources import Source
+    from ..sources import Source
 
-IMAGE_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-OTHER_TOKENS = ("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from internvl_pack.errors import UserError
 
 PADDED, STREAM, IN_BATCH, PRESET = "padded", "stream", "in_batch", "preset"
 PACKED_WAYS = (STREAM, IN_BATCH, PRESET)

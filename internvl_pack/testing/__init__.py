@@ -1,0 +1,1 @@
+"""Tiny models and tokenizers with random weights: for the quickstart, tests and trials."""
