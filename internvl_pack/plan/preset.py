@@ -324,5 +324,5 @@ class PresetPacks:
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
         self._next = state["next"]
