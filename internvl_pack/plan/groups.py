@@ -202,9 +202,15 @@ def parted(packs: Sequence[PlannedPack], num_parts: int) -> list[PlannedPack]:
 
     A part goes with the fewest tokens first, so that parts of a pack are as even as greed makes them.
     """
+    counts: dict[int, int] = {}
+    left = num_parts
+    # Packs of few fragments first: the parts that they cannot make are made of the others.
+    for place in sorted(range(len(packs)), key=lambda place: (len(packs[place].fragments), -place)):
+        counts[place] = min(len(packs[place].fragments), left // (len(packs) - len(counts)))
+        left -= counts[place]
     parts: list[PlannedPack] = []
     for place, pack in enumerate(packs):
-        count = min(len(pack.fragments), -(-(num_parts - len(parts)) // (len(packs) - place)))
+        count = counts[place]
         held: list[list[Fragment]] = [[] for _ in range(count)]
         tokens = [0] * count
         for fragment in sorted(pack.fragments, key=lambda f: (-f.num_tokens, f.key)):
