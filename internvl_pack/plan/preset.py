@@ -325,4 +325,5 @@ class PresetPacks:
         return {"next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
+        assert 0 <= state["next"] <= self._preset.num_packs(self._epoch) + 1, "a pack that the preset does not have"
         self._next = state["next"]
