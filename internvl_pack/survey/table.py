@@ -187,7 +187,8 @@ class SurveyTable:
             logger.warning("survey %s is damaged (%s) and is made anew", path, error)
             path.unlink(missing_ok=True)
             self._make_lengths(path)
-        return np.lib.format.open_memmap(path, mode="r+")
+        # Another user's table is read; what is measured beside it stays with this process (copy on write).
+        return np.lib.format.open_memmap(path, mode="r+" if os.access(path, os.W_OK) else "c")
 
     def _make_lengths(self, path: Path) -> None:
         """An empty file with its space reserved: a map over a full disk would end the process. Another's stays."""
@@ -329,8 +330,8 @@ def _write_about(path: Path, key: SurveyKey) -> None:
 def root_of(survey_dir: str | None) -> Path:
     """The folder of all tables: `survey_dir`, or below INTERNVL_PACK_CACHE, or below the user's cache."""
     if survey_dir:
-        return Path(survey_dir)
+        return Path(survey_dir).absolute()  # a process that changes its folder finds it again
     cache = os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "internvl_pack"
     )
-    return Path(cache) / "survey"
+    return Path(cache).absolute() / "survey"

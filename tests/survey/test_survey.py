@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import sqlite3
 from pathlib import Path
@@ -30,6 +31,7 @@ from internvl_pack.survey.table import (
     Note,
     SurveyKey,
     SurveyTable,
+    root_of,
 )
 
 KEY = SurveyKey("some data/set", 1000, {"content": "abc", "encode": {"image_size": 56}})
@@ -177,6 +179,25 @@ def test_notes_that_another_process_holds_are_left_to_it(table, tmp_path, monkey
     assert "cannot be used" in caplog.text
     after = SurveyTable(tmp_path, KEY)
     assert after.note(999) is not None and after.note(17) is None, "what the other process wrote is there"
+
+
+def test_a_table_of_another_user_is_read_and_not_written(table, tmp_path, monkeypatch):
+    rows, measured = some_rows()
+    table.put(rows[:2], measured[:2])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as a user who may write everywhere
+    other = SurveyTable(tmp_path, KEY)
+    assert other.num_known == 2
+    other.put(rows[:3], measured[:3])
+    assert other.num_known == 3 and table.num_known == 2
+
+
+def test_a_folder_named_from_the_working_folder_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = root_of("surveys")
+    monkeypatch.chdir("/")
+    assert root == tmp_path / "surveys"
+    monkeypatch.setenv("INTERNVL_PACK_CACHE", "cache")
+    assert root_of(None).is_absolute()
 
 
 def test_a_pickled_array_is_never_unpickled(table, tmp_path):
