@@ -133,11 +133,11 @@ def test_a_plan_goes_on_from_the_state_of_any_step(epoch, stop, data, tokenizer,
 
 @pytest.mark.parametrize("number", [-1, 10**9])
 def test_a_state_at_a_pack_that_is_not_there_is_refused(number, preset):
-    plan = StepPlan(PresetPacks(preset, 0), 2, seed=0, epoch=0)
+    plan = StepPlan(PresetPacks(Preset(preset), 0), 2, seed=0, epoch=0)
     plan.next_step()
     state = plan.state_dict() | {"sequence": {"next": number}}
     with pytest.raises(UserError, match="the plan of the saved state is damaged"):
-        StepPlan(PresetPacks(preset, 0), 2, seed=0, epoch=0).load_state_dict(state)
+        StepPlan(PresetPacks(Preset(preset), 0), 2, seed=0, epoch=0).load_state_dict(state)
 
 
 def test_an_epoch_may_hold_refused_samples_only_which_are_told_once(tokenizer, tmp_path):
