@@ -132,6 +132,12 @@ def test_rank_and_world_size_come_from_the_environment(jsonl, tokenizer, monkeyp
     assert [digest(b) for b in build_loader(dataset)] == [digest(b) for b in expected]
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_is_none_of_the_world_is_refused(rank, world_size, jsonl, tokenizer):
+    with pytest.raises(UserError, match=f"rank {rank} of world_size {world_size}"):
+        loader_of(jsonl, tokenizer, rank, world_size)
+
+
 def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer, accumulation=4)
     found = []
