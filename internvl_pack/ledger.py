@@ -222,10 +222,12 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts = Counter(state["counts"])
-        self.dropped = Counter(state["dropped"])
-        self.quarantined = Counter(state["quarantined"])
-        self._parts = {int(position): left for position, left in state["parts"].items()}
+        """Raises LookupError, TypeError, ValueError or AttributeError where the state is damaged."""
+        self.counts = Counter({key: int(state["counts"][key]) for key in _COUNTS})
+        self.dropped, self.quarantined = (
+            Counter({reason: int(n) for reason, n in state[name].items()}) for name in ("dropped", "quarantined")
+        )
+        self._parts = {int(position): int(left) for position, left in state["parts"].items()}
 
     def merged(self, other: Ledger) -> Ledger:
         """A new ledger of both, of different epochs."""

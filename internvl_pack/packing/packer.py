@@ -149,6 +149,10 @@ class Packer(Generic[Item]):
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[Item]) -> None:
         """Go on where the state was taken, with what waited then."""
+        assert len(state["born"]) == len(waiting), "a time of birth an item"
+        assert state["figures"].keys() == self._balance.figures.keys(), "the figures of another release"
+        numbers = [state["built"], *state["born"], *state["figures"].values()]
+        assert all(isinstance(n, int) for n in numbers), "figures are whole numbers"
         self._items = list(waiting)
         tokens = [self.budget.aligned(item.num_tokens) for item in waiting]
         self._waiting = Waiting(tokens, [item.num_tiles for item in waiting], [self._balance.square(n) for n in tokens])

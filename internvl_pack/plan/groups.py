@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import UserError
 from ..ledger import Ledger
 from ..order.permutation import derive_seed
 from ..records import Fragment
-from .packed_state import FRAGMENT_FIELDS, fragment_table, fragments_of, split_like
+from .packed_state import FRAGMENT_FIELDS, check_whole_numbers, fragment_table, fragments_of, split_like
 from .sequence import PackSequence, PlannedPack, Refused
 
 GROUPS = 24
@@ -146,13 +147,30 @@ class StepPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the state's step. With another number of packs a step, groups differ from there on."""
+        """Go on after the state's step. With another number of packs a step, groups differ from there on.
+
+        Raises:
+            UserError: the state is damaged, or not of this sequence.
+        """
+        try:
+            self._load(state)
+        except UserError:
+            raise
+        except (AssertionError, LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"resume: the plan of the saved state is damaged ({type(error).__name__}: {error}): "
+                "go on from an earlier checkpoint"
+            ) from None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        check_whole_numbers(state)
         assert state["epoch"] == self._epoch, "the state of another epoch"
+        assert state["step"] >= 0 < state["packs_per_step"], "steps before the first, or without packs"
         self.num_steps = state["step"]
-        self._sequence.load_state_dict(state["sequence"])
         self.ledger.load_state_dict(state["ledger"])
         pool = state["pool"].tolist()
         fragments = split_like(fragments_of(state["pooled"]), [size for *_, size in pool])
+        self._sequence.load_state_dict(state["sequence"], pooled=fragments)
         self._pool = [
             _Pooled(cost, number, came, PlannedPack(number, cost, held), fragment_table(held))
             for (cost, number, came, _), held in zip(pool, fragments, strict=True)
@@ -184,9 +202,15 @@ def parted(packs: Sequence[PlannedPack], num_parts: int) -> list[PlannedPack]:
 
     A part goes with the fewest tokens first, so that parts of a pack are as even as greed makes them.
     """
+    counts: dict[int, int] = {}
+    left = num_parts
+    # Packs of few fragments first: the parts that they cannot make are made of the others.
+    for place in sorted(range(len(packs)), key=lambda place: (len(packs[place].fragments), -place)):
+        counts[place] = min(len(packs[place].fragments), left // (len(packs) - len(counts)))
+        left -= counts[place]
     parts: list[PlannedPack] = []
     for place, pack in enumerate(packs):
-        count = min(len(pack.fragments), -(-(num_parts - len(parts)) // (len(packs) - place)))
+        count = counts[place]
         held: list[list[Fragment]] = [[] for _ in range(count)]
         tokens = [0] * count
         for fragment in sorted(pack.fragments, key=lambda f: (-f.num_tokens, f.key)):

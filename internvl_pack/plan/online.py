@@ -8,7 +8,7 @@ Nothing is read here but the survey, and no pixel anywhere: planning costs some 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..config import PackingConfig
@@ -130,8 +130,9 @@ class SampleReader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert 0 <= state["cursor"] <= len(self._mixture), "a place that is not in the epoch"
         self.cursor = state["cursor"]
-        self._good, self._bad = (Counter({int(d): n for d, n in state[name].items()}) for name in ("good", "bad"))
+        self._good, self._bad = (Counter({int(d): int(n) for d, n in state[name].items()}) for name in ("good", "bad"))
 
 
 class OnlinePacks:
@@ -202,6 +203,21 @@ class OnlinePacks:
             "packer": self._packer.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
         self._reader.load_state_dict(state["reader"])
-        self._packer.load_state_dict(state["packer"], fragments_of(state["waiting"]))
+        waiting = fragments_of(state["waiting"])
+        self.ledger.check(waiting_fragments=len(waiting) + sum(map(len, pooled)))
+        if not all(self._holds(pack) for pack in (*pooled, *([fragment] for fragment in waiting))):
+            raise UserError(
+                "resume: samples of the saved state wait in packs of a larger budget: set max_packed_tokens, "
+                "num_images_expected, max_attention_cost and pad_to_multiple_of back, or start anew from the weights"
+            )
+        self._packer.load_state_dict(state["packer"], waiting)
+
+    def _holds(self, pack: Sequence[Fragment]) -> bool:
+        budget, lengths = self.budget, [self.budget.aligned(fragment.num_tokens) for fragment in pack]
+        return (
+            sum(lengths) <= budget.max_tokens
+            and sum(fragment.num_tiles for fragment in pack) <= budget.max_tiles
+            and sum(n * n for n in lengths) <= (budget.max_attention_cost or sum(lengths) ** 2)
+        )

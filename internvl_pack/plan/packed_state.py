@@ -31,6 +31,15 @@ def split_like(items: Iterable[Any], sizes: Iterable[int]) -> list[tuple[Any, ..
     return [tuple(next(source) for _ in range(size)) for size in sizes]
 
 
+def check_whole_numbers(value: Any) -> None:
+    """Raises TypeError unless all there is in a plan's state, its tables as arrays, are whole numbers."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            check_whole_numbers(each)
+    elif not isinstance(value, int | np.ndarray):
+        raise TypeError(f"{value!r} is no whole number")
+
+
 def to_json(value: Any) -> Any:
     """A state with its tables, int64 (n, columns), as texts: what goes into a file."""
     if isinstance(value, np.ndarray):

@@ -324,5 +324,6 @@ class PresetPacks:
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
+        assert 0 <= state["next"] <= self._preset.num_packs(self._epoch) + 1, "a pack that the preset does not have"
         self._next = state["next"]

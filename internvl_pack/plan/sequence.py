@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..ledger import Ledger
@@ -56,4 +56,6 @@ class PackSequence(Protocol):
         """What the sequence goes on from, its ledger aside: JSON values and tables (packed_state.py)."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
+        """Go on after the state, its ledger loaded before; `pooled` packs were taken and are not trained yet."""
+        ...

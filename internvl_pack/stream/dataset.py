@@ -51,7 +51,7 @@ class PackedDataset(IterableDataset):
         rank, world_size: data-parallel place; default from torchrun's environment (RANK, WORLD_SIZE).
 
     Raises:
-        UserError: no samples, or budgets that no tile fits.
+        UserError: no samples, budgets that no tile fits, or a rank that is not one of world_size.
     """
 
     preset: Any = None
@@ -75,6 +75,11 @@ class PackedDataset(IterableDataset):
         self.config = config or PackingConfig()
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(
+                f"rank {self.rank} of world_size {self.world_size}: ranks are 0 to world_size - 1; give both, or set "
+                "RANK and WORLD_SIZE"
+            )
         self.epoch = 0
         samples.check_some(self.num_positions)
         check_budget(self.config, samples.encoder)

@@ -28,7 +28,7 @@ from ..survey.exchange import Exchange, LocalStore, StoreExchange, store_of_the_
 from .dataset import PackedDataset
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
-from .state import check_state, make_state, plan_of
+from .state import check_state, losses_of, make_state, plan_of
 from .worker import begin_reader, release_free_memory
 
 logger = logging.getLogger(__name__)
@@ -280,12 +280,15 @@ class PackLoader(DataLoader):
             UserError: another version, other options or data (named), or a damaged state.
         """
         check_state(state, self.packed_dataset.fingerprint() if check_options else None)
+        plan, losses = plan_of(state), losses_of(state)
+        if plan is not None:  # damage is told here, not by a reader
+            self.packed_dataset.step_plan(state["epoch"], self.packs_per_step, plan)
         self._iterator = None  # workers that are alive know nothing of the new state
         self.packed_dataset.set_epoch(state["epoch"])
         self._begin_anew()
-        self._plan = plan_of(state)
+        self._plan = plan
         if self.packed_dataset.rank == 0:  # the sum of all ranks', which counts once
-            self._losses = Losses.merged([state["losses"]])
+            self._losses = losses
         self._resumed = self._plan is not None
         if self._plan is not None and self._plan["packs_per_step"] != self.packs_per_step:
             logger.warning(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
+from ..ledger import Losses
 from ..plan.packed_state import from_json, to_json
 
 STATE_VERSION = 3
@@ -39,11 +40,33 @@ def plan_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
         UserError: it is damaged.
     """
     plan = state["plan"]
+    if plan is not None and not isinstance(plan, dict):
+        raise UserError("resume: the plan of the saved state is damaged: go on from an earlier checkpoint")
     return None if plan is None else from_json(plan)
+
+
+def losses_of(state: Mapping[str, Any]) -> Losses:
+    """What could not be used so far.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    losses = state["losses"]
+    try:
+        out = Losses.merged([losses])
+        numbers = [out.fragments, out.tokens, *out.samples.values(), *(n for part in out.parts for n in part[:4])]
+        shapes = isinstance(losses["samples"], dict) and all(len(part) == 5 for part in out.parts)
+        if shapes and all(isinstance(n, int) and n >= 0 for n in numbers):
+            return out
+    except (LookupError, TypeError, ValueError):
+        pass
+    raise UserError("resume: 'losses' of the saved state are damaged: go on from an earlier checkpoint")
 
 
 def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> None:
     """Raises UserError naming the option when a saved state cannot go on here; `options` None does not compare them."""
+    if not isinstance(state, Mapping):
+        raise UserError("resume: the saved state is no JSON object: go on from an earlier checkpoint")
     if state.get("version") != STATE_VERSION:
         raise UserError(
             f"resume: the saved state has version {state.get('version')!r}, this release reads version "
@@ -55,13 +78,19 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
         raise UserError(
             f"resume: the saved state has no {missing[0]!r}: it is damaged, go on from an earlier checkpoint"
         )
+    if not isinstance(state["epoch"], int) or state["epoch"] < 0 or not isinstance(state["options"], dict):
+        raise UserError(
+            "resume: the epoch or the options of the saved state are damaged: go on from an earlier checkpoint"
+        )
     if options is None:
         return
     saved = state["options"]
     for name in sorted(options.keys() | saved.keys(), key=lambda name: (name == "meta", name)):  # the longest last
         old, new = saved.get(name), options.get(name)
         if old != new:
-            if name == "meta" and old and new and len(old) == len(new):  # only the datasets that differ
+            if (
+                name == "meta" and isinstance(old, list) and new and len(old) == len(new)
+            ):  # only the datasets that differ
                 old, new = zip(*((o, n) for o, n in zip(old, new, strict=True) if o != n), strict=True)
             raise UserError(
                 f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} "

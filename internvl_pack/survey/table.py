@@ -25,10 +25,11 @@ import re
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Mapping, Sequence
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -45,6 +46,9 @@ MAX_TILES = (1 << 16) - 1
 _VALUE_BITS = 48
 _VALUE_MASK = (1 << _VALUE_BITS) - 1
 _MASK = (1 << 64) - 1
+_WAIT = 60  # seconds for another process's write
+
+T = TypeVar("T")
 
 
 class Note(NamedTuple):
@@ -59,8 +63,8 @@ class Note(NamedTuple):
         return json.dumps([spans, self.num_system_tokens, self.error], separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Note:
-        """Raises ValueError or TypeError where `text` is no note."""
+    def from_json(cls, text: str | bytes) -> Note:
+        """Raises ValueError, TypeError, OverflowError or RecursionError where `text` is no note."""
         spans, num_system_tokens, error = json.loads(text)
         if error is not None:
             reason, detail, source = error
@@ -173,16 +177,18 @@ class SurveyTable:
             self._make_lengths(path)
         try:
             with open(path, "rb") as file:
-                np.lib.format.read_magic(file)
+                if np.lib.format.read_magic(file) != (1, 0):
+                    raise ValueError("it has another format")
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)
                 start, size = file.tell(), os.fstat(file.fileno()).st_size
             if (shape, dtype, size - start) != ((self.key.num_rows,), np.dtype(np.uint64), 8 * self.key.num_rows):
                 raise ValueError("it is cut, or of another shape")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:  # numpy parses the header as Python
             logger.warning("survey %s is damaged (%s) and is made anew", path, error)
             path.unlink(missing_ok=True)
             self._make_lengths(path)
-        return np.lib.format.open_memmap(path, mode="r+")
+        # Another user's table is read; what is measured beside it stays with this process (copy on write).
+        return np.lib.format.open_memmap(path, mode="r+" if os.access(path, os.W_OK) else "c")
 
     def _make_lengths(self, path: Path) -> None:
         """An empty file with its space reserved: a map over a full disk would end the process. Another's stays."""
@@ -234,8 +240,7 @@ class SurveyTable:
         """Keep what was measured of these rows. Notes go first, so that no entry lacks its own."""
         notes = [(row, one.note.to_json()) for row, one in zip(rows, measured, strict=True) if one.note is not None]
         if notes:
-            with self._connection() as connection:
-                connection.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", notes)
+            self._on_notes(lambda c: c.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", notes))
         for row, one in zip(rows, measured, strict=True):
             assert 0 <= one.num_tokens <= MAX_TOKENS and 0 <= one.num_tiles <= MAX_TILES, "a row beyond its entry"
             value = one.num_tokens | one.num_tiles << 24 | one.verdict << 40
@@ -244,10 +249,10 @@ class SurveyTable:
 
     def note(self, row: int) -> Note | None:
         """The note of a row, or None where there is none or it is damaged."""
+        found = self._on_notes(lambda c: c.execute("SELECT note FROM notes WHERE row = ?", (row,)).fetchone())
         try:
-            found = self._connection().execute("SELECT note FROM notes WHERE row = ?", (row,)).fetchone()
             return None if found is None else Note.from_json(found[0])
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return None
 
     def forget_refusals(self) -> int:
@@ -255,14 +260,15 @@ class SurveyTable:
 
         Before any process of a run reads the table.
         """
-        with self._connection() as connection:
-            rows = [row for (row,) in connection.execute("SELECT row FROM notes WHERE note LIKE '[[],0,[%'")]
-            rows = [row for row in rows if isinstance(row, int) and 0 <= row < self.key.num_rows]
-            if rows:
-                refused = np.array(rows, np.int64)
-                refused = refused[self.lengths(refused).verdicts == REFUSED]
-                self._entries[refused] = 0
-            connection.execute("DELETE FROM notes WHERE note LIKE '[[],0,[%'")
+        refusals = "FROM notes WHERE note LIKE '[[],0,[%'"
+        found = self._on_notes(lambda c: c.execute(f"SELECT row {refusals}").fetchall())
+        rows = [row for (row,) in found if isinstance(row, int) and 0 <= row < self.key.num_rows]
+        if rows:
+            refused = np.array(rows, np.int64)
+            refused = refused[self.lengths(refused).verdicts == REFUSED]
+            self._entries[refused] = 0
+        if found:
+            self._on_notes(lambda c: c.execute(f"DELETE {refusals}"))
         return len(rows)
 
     @property
@@ -276,25 +282,39 @@ class SurveyTable:
 
     # -- notes ---------------------------------------------------------------------------------------
 
-    def _connection(self) -> sqlite3.Connection:
-        """This process's own connection: SQLite's must not cross a fork."""
+    def _on_notes(self, action: Callable[[sqlite3.Connection], T]) -> T:
+        """`action` on the notes: on a new file where theirs is damaged, in memory where it cannot be used."""
+        path = self.folder / "notes.sqlite"
+        try:
+            return action(self._connection(path))
+        except sqlite3.OperationalError as error:  # another process holds it, the disk is full, not ours to write
+            logger.warning("survey %s cannot be used (%s): its rows are measured for this process alone", path, error)
+            place = ":memory:"
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a damaged schema is not even text
+            logger.warning("survey %s is damaged (%s) and is made anew", path, error)
+            for file in (path, path.with_name(f"{path.name}-journal")):  # the old journal is none of the new file
+                file.unlink(missing_ok=True)
+            place = str(path)
+        self._notes = (os.getpid(), _open_notes(place))
+        return action(self._notes[1])
+
+    def _connection(self, path: Path) -> sqlite3.Connection:
+        """This process's own: SQLite's must not cross a fork."""
         if self._notes is None or self._notes[0] != os.getpid():
-            path = self.folder / "notes.sqlite"
-            try:
-                connection = _open_notes(path)
-            except sqlite3.DatabaseError as error:
-                logger.warning("survey %s is damaged (%s) and is made anew", path, error)
-                path.unlink(missing_ok=True)
-                connection = _open_notes(path)
-            self._notes = (os.getpid(), connection)
+            self._notes = (os.getpid(), _open_notes(str(path)))
         return self._notes[1]
 
 
-def _open_notes(path: Path) -> sqlite3.Connection:
+def _open_notes(place: str) -> sqlite3.Connection:
+    """Raises sqlite3.DatabaseError."""
     # Losing the last notes to a power cut is no harm: their rows are measured again.
-    connection = sqlite3.connect(path, timeout=60, isolation_level=None)
+    connection = sqlite3.connect(place, timeout=_WAIT, isolation_level=None)
+    connection.text_factory = bytes  # what is no UTF-8 is a damaged note, not a damaged file
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("CREATE TABLE IF NOT EXISTS notes (row INTEGER PRIMARY KEY, note TEXT NOT NULL)")
+    columns = [name for _, name, *_ in connection.execute("PRAGMA table_info(notes)")]
+    if columns != [b"row", b"note"]:
+        raise sqlite3.DatabaseError("it has other columns")
     connection.execute("SELECT count(*) FROM (SELECT 1 FROM notes LIMIT 1)").fetchone()
     return connection
 
@@ -310,8 +330,8 @@ def _write_about(path: Path, key: SurveyKey) -> None:
 def root_of(survey_dir: str | None) -> Path:
     """The folder of all tables: `survey_dir`, or below INTERNVL_PACK_CACHE, or below the user's cache."""
     if survey_dir:
-        return Path(survey_dir)
+        return Path(survey_dir).absolute()  # a process that changes its folder finds it again
     cache = os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "internvl_pack"
     )
-    return Path(cache) / "survey"
+    return Path(cache).absolute() / "survey"

@@ -34,6 +34,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.offline import first_fit_decreasing, first_fit_shuffle
 from internvl_pack.plan import write_preset
+from internvl_pack.plan.groups import StepPlan
 from internvl_pack.plan.preset import PACKS_PER_GROUP, Preset, PresetPacks
 from internvl_pack.records import whole
 from internvl_pack.stream.dataset import PackedDataset
@@ -128,6 +129,15 @@ def test_a_plan_goes_on_from_the_state_of_any_step(epoch, stop, data, tokenizer,
     plan.ledger.check()
     assert plan.ledger.samples_packed == GOOD and plan.ledger.samples_quarantined == 1
     assert plan.ledger.counts["tokens_cut_off"] > 0
+
+
+@pytest.mark.parametrize("number", [-1, 10**9])
+def test_a_state_at_a_pack_that_is_not_there_is_refused(number, preset):
+    plan = StepPlan(PresetPacks(Preset(preset), 0), 2, seed=0, epoch=0)
+    plan.next_step()
+    state = plan.state_dict() | {"sequence": {"next": number}}
+    with pytest.raises(UserError, match="the plan of the saved state is damaged"):
+        StepPlan(PresetPacks(Preset(preset), 0), 2, seed=0, epoch=0).load_state_dict(state)
 
 
 def test_an_epoch_may_hold_refused_samples_only_which_are_told_once(tokenizer, tmp_path):

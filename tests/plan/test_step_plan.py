@@ -224,3 +224,13 @@ def test_fewer_packs_than_ranks_are_parted_so_that_all_have_work():
     assert len(parted(packs_of([100]), 8)) == 4, "no more parts than fragments"
     dealt = deal(Step(0, packs_of([100, 96]), []), 5)
     assert all(len(rank) == 1 and rank[0] for rank in dealt)
+
+
+@pytest.mark.parametrize("sizes", [(5, 1), (1, 5), (3, 3), (1, 1, 1, 9), (2, 2, 2), (1, 2, 3), (7,)])
+def test_no_rank_of_the_last_step_idles_while_another_has_fragments_to_spare(sizes):
+    held = [[Fragment(10 * at + i, 0, 1, 0, 9 + i, 0, 0) for i in range(size)] for at, size in enumerate(sizes)]
+    packs = [PlannedPack(at, 1000 - at, tuple(fragments)) for at, fragments in enumerate(held)]
+    for ranks in range(len(sizes) + 1, sum(sizes) + 3):
+        parts = parted(packs, ranks)
+        assert len(parts) == min(ranks, sum(sizes))
+        assert Counter(f for part in parts for f in part.fragments) == Counter(f for each in held for f in each)

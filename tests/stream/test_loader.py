@@ -132,6 +132,12 @@ def test_rank_and_world_size_come_from_the_environment(jsonl, tokenizer, monkeyp
     assert [digest(b) for b in build_loader(dataset)] == [digest(b) for b in expected]
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_is_none_of_the_world_is_refused(rank, world_size, jsonl, tokenizer):
+    with pytest.raises(UserError, match=f"rank {rank} of world_size {world_size}"):
+        loader_of(jsonl, tokenizer, rank, world_size)
+
+
 def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer, accumulation=4)
     found = []
@@ -274,6 +280,66 @@ def test_a_state_of_another_version_is_refused_in_one_line(jsonl, tokenizer):
     for version in (2, None):
         with pytest.raises(UserError, match=f"version {version}, this release reads version 3"):
             loader_of(jsonl, tokenizer).load_state_dict({**state, "version": version})
+
+
+def entries(value: Any, path: tuple = ()) -> list[tuple]:
+    """The paths of all entries of a state's objects."""
+    if not isinstance(value, dict):
+        return []
+    return [each for key in value for each in [(*path, key), *entries(value[key], (*path, key))]]
+
+
+def test_a_state_that_lacks_an_entry_or_has_another_type_there_is_refused_in_one_line(jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer, accumulation=2)
+    list(islice(loader, 40))
+    whole = json.dumps(loader.state_dict())
+    for path in entries(json.loads(whole)):
+        for wrong in (None, "x", [], 1.5, "taken away"):
+            state = json.loads(whole)
+            *above, last = path
+            holder = state
+            for key in above:
+                holder = holder[key]
+            if wrong == "taken away":
+                del holder[last]
+            else:
+                holder[last] = wrong
+            if (path == ("plan",) and wrong is None) or above[-1:] in (["good"], ["bad"]):
+                continue  # the start of an epoch; how many rows were good or bad of which dataset
+            if above == ["options"] and wrong in (None, "taken away") and json.loads(whole)["options"][last] is None:
+                continue
+            if state == json.loads(whole):  # it was an empty list
+                continue
+            with pytest.raises(UserError) as refusal:
+                loader.load_state_dict(state)
+            assert str(refusal.value).startswith("resume: ") and "\n" not in str(refusal.value), path
+
+
+def test_a_state_whose_counts_do_not_add_up_is_refused(jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer)
+    list(islice(loader, 40))
+    for name in ("fragments_in", "fragments_packed"):
+        state = json.loads(json.dumps(loader.state_dict()))
+        state["plan"]["ledger"]["counts"][name] += 1
+        with pytest.raises(UserError, match="the plan of the saved state is damaged"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "smaller",
+    [
+        {"max_packed_tokens": 330},
+        {"num_images_expected": 3},
+        {"max_attention_cost": 110_000},
+        {"pad_to_multiple_of": 64},
+    ],
+)
+def test_packs_of_a_larger_budget_are_refused_also_where_options_are_ignored(smaller, jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer, accumulation=2)
+    list(islice(loader, 40))
+    now = loader_of(jsonl, tokenizer, accumulation=2, config=replace(CONFIG, **smaller))
+    with pytest.raises(UserError, match="packs of a larger budget: set max_packed_tokens"):
+        now.load_state_dict(loader.state_dict(), check_options=False)
 
 
 def test_a_file_whose_rows_changed_places_is_refused_though_all_lengths_agree(tokenizer, tmp_path):

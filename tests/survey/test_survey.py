@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,7 @@ from internvl_pack.survey.table import (
     Note,
     SurveyKey,
     SurveyTable,
+    root_of,
 )
 
 KEY = SurveyKey("some data/set", 1000, {"content": "abc", "encode": {"image_size": 56}})
@@ -112,6 +116,88 @@ def test_damaged_files_are_made_anew(table, tmp_path, damage):
         assert again.num_known == 0
     again.put(*some_rows())
     assert again.num_known == 4
+
+
+@pytest.mark.parametrize("header", ["bracket", "version"])
+def test_a_damaged_header_is_made_anew(header, table, tmp_path):
+    path = tmp_path / KEY.folder / "lengths.npy"
+    data = bytearray(path.read_bytes())
+    if header == "bracket":
+        data[data.index(b"}")] = ord("{")
+    else:
+        data[6] = 7
+    table.put(*some_rows())
+    path.write_bytes(data)
+    assert SurveyTable(tmp_path, KEY).num_known == 0
+
+
+@pytest.mark.parametrize("damage", ["page", "columns", "no text", "schema"])
+def test_notes_of_a_damaged_database_are_measured_again(damage, table, tmp_path):
+    """Damage inside the file, which opening it does not meet."""
+    table.put(*some_rows())
+    path = tmp_path / KEY.folder / "notes.sqlite"
+    if damage == "page":
+        data = path.read_bytes()
+        path.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
+    elif damage == "schema":
+        path.write_bytes(path.read_bytes().replace(b"CREATE TABLE", b"CREA\x8c\xff TABL"))
+    else:
+        with sqlite3.connect(path) as connection:
+            if damage == "columns":
+                connection.execute("ALTER TABLE notes RENAME COLUMN row TO place")
+            else:
+                connection.execute("UPDATE notes SET note = CAST(x'fffe5b' AS TEXT)")
+        connection.close()
+    again = SurveyTable(tmp_path, KEY)
+    again.forget_refusals()
+    assert again.note(999) is None
+    again.put(*some_rows())
+    assert SurveyTable(tmp_path, KEY).note(999) == some_rows()[1][2].note
+
+
+@pytest.mark.parametrize("text", ["[[[1e400,1,true]],0,null]", "[[],1e400,null]", "[" * 100_000, "NaN", "5"])
+def test_a_note_that_is_none_is_measured_again(text, table, tmp_path):
+    table.put(*some_rows())
+    with sqlite3.connect(tmp_path / KEY.folder / "notes.sqlite") as connection:
+        connection.execute("UPDATE notes SET note = ?", (text,))
+    connection.close()
+    assert SurveyTable(tmp_path, KEY).note(999) is None
+
+
+def test_notes_that_another_process_holds_are_left_to_it(table, tmp_path, monkeypatch, caplog):
+    table.put(*some_rows())
+    path = tmp_path / KEY.folder / "notes.sqlite"
+    monkeypatch.setattr("internvl_pack.survey.table._WAIT", 0.1)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        busy = SurveyTable(tmp_path, KEY)
+        assert busy.note(999) is None
+        busy.put(*some_rows())
+        assert busy.note(999) == some_rows()[1][2].note
+        other.execute("DELETE FROM notes WHERE row = 17")
+        other.execute("COMMIT")
+    assert "cannot be used" in caplog.text
+    after = SurveyTable(tmp_path, KEY)
+    assert after.note(999) is not None and after.note(17) is None, "what the other process wrote is there"
+
+
+def test_a_table_of_another_user_is_read_and_not_written(table, tmp_path, monkeypatch):
+    rows, measured = some_rows()
+    table.put(rows[:2], measured[:2])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as a user who may write everywhere
+    other = SurveyTable(tmp_path, KEY)
+    assert other.num_known == 2
+    other.put(rows[:3], measured[:3])
+    assert other.num_known == 3 and table.num_known == 2
+
+
+def test_a_folder_named_from_the_working_folder_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = root_of("surveys")
+    monkeypatch.chdir("/")
+    assert root == tmp_path / "surveys"
+    monkeypatch.setenv("INTERNVL_PACK_CACHE", "cache")
+    assert root_of(None).is_absolute()
 
 
 def test_a_pickled_array_is_never_unpickled(table, tmp_path):
