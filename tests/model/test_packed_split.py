@@ -40,7 +40,8 @@ def test_fragments_of_real_sections_train_as_many_tokens_as_the_whole_sample(
     meta = write_meta(tmp_path, {"long": {"root": root, "annotation": "long.jsonl"}})
     config = PackingConfig(max_packed_tokens=BUDGET, num_images_expected=24)
     dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY)
-    whole = [dataset.encoder.encode(dataset.samples.sources[0].read(row), dataset.samples.specs[0]) for row in range(len(records))]
+    source, spec = dataset.samples.sources[0], dataset.samples.specs[0]
+    whole = [dataset.encoder.encode(source.read(row), spec) for row in range(len(records))]
     assert all(encoded.record.num_tokens > 2 * BUDGET for encoded in whole)
 
     inner = tiny_internvl(tokenizer)
