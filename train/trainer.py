@@ -439,8 +439,14 @@ class PackTrainer(StepTrainer):
             logger.warning("resume: %s", line)
         self.loader.load_state_dict(state, check_options=not self.resume_ignore_options)
         if "ended" in state:
-            self.earlier_epochs = state["ended"]["epochs"]
-            self.earlier_ledger.load_state_dict(state["ended"]["ledger"])
+            try:
+                self.earlier_epochs = int(state["ended"]["epochs"])
+                self.earlier_ledger.load_state_dict(state["ended"]["ledger"])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(
+                    f"resume: the ledger of the ended epochs in {resume_from_checkpoint} is damaged "
+                    f"({type(error).__name__}: {error}): go on from an earlier checkpoint"
+                ) from None
         self.metrics.total = dict(state.get("totals", {}))
         return self.loader.epoch, 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 from factory import TINY, write_jsonl
 
 from internvl_pack import PackedDataset, PackingConfig
+from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
 
 
@@ -60,3 +62,30 @@ def test_six_lines_train_a_dataset_and_evaluate_another(tokenizer, tmp_path, env
     assert evaluation["eval_samples"] == 6
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == steps and losses[-1] < losses[0]
+
+
+def test_a_damaged_ledger_of_ended_epochs_is_told_in_one_line(tokenizer, tmp_path, environment):
+    from internvl_pack.testing.tiny import save_tiny_checkpoint
+    from train.arguments import PackTrainingArguments
+    from train.checkpoint import PACKING_STATE
+    from train.trainer import PackTrainer
+
+    save_tiny_checkpoint(tmp_path / "model", tokenizer)
+    dataset = PackedDataset.from_meta(
+        write_jsonl(tmp_path / "train", 10), tokenizer, PackingConfig(max_packed_tokens=400), encode=TINY
+    )
+
+    def new_trainer():
+        args = PackTrainingArguments(
+            output_dir=str(tmp_path / "out"), use_cpu=True, num_train_epochs=1, save_strategy="epoch", report_to="none"
+        )
+        model = build_model(tmp_path / "model", tokenizer=tokenizer, device="cpu")
+        return PackTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
+
+    new_trainer().train()
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    state = json.loads((checkpoint / PACKING_STATE).read_text())
+    del state["ended"]["ledger"]["counts"]
+    (checkpoint / PACKING_STATE).write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"the ledger of the ended epochs in .* is damaged .KeyError: 'counts'"):
+        new_trainer().train(resume_from_checkpoint=str(checkpoint))
