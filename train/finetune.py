@@ -353,14 +353,15 @@ def patch_size(model_args: Any) -> int:
     """Pixels along a patch of the vision tower, from the checkpoint's config; 14 where it does not say."""
     from transformers import PreTrainedConfig
 
+    from internvl_pack.checkpoints.internvl_format_files import patch_size_of
+
     option = "model_name_or_path" if model_args.model_name_or_path else "vision_path"
     path = getattr(model_args, option)
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
         raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
-    size = config.get("vision_config", config).get("patch_size", 14)
-    return size if isinstance(size, int) else size[0]
+    return patch_size_of(config)
 
 
 def zero_stage(args: Any) -> int:

@@ -61,6 +61,12 @@ def config_of(source: str | Path | None) -> dict[str, Any]:
     return config
 
 
+def patch_size_of(config: Mapping[str, Any]) -> int:
+    """Pixels along a patch of the vision tower, from a checkpoint's config; 14 where it does not say."""
+    size = config.get("vision_config", config).get("patch_size", 14)
+    return size if isinstance(size, int) else size[0]
+
+
 def chat_style(given: str | None, source: str | None) -> str:
     """The chat format of a run: the user's, else the one that an original checkpoint was trained with.
 

@@ -54,19 +54,15 @@ def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
     return args.workers
 
 
-def add_encoding(group: Any, *, cut: bool = False) -> None:
-    """How samples become tokens and tiles.
-
-    Args:
-        cut: whether images are cut into tiles, with a thumbnail, by default.
-    """
+def add_encoding(group: Any) -> None:
+    """How samples become tokens and tiles; the defaults are those of training."""
     option(group, "conv_style", str, None, "chat format (default: the checkpoint's `template`, else internvl2_5)")
     option(group, "force_image_size", int, 448, "side of a tile, pixels")
     option(group, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
     option(group, "min_dynamic_patch", int, 1, "tiles of an image at least, without the thumbnail")
     option(group, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
-    option(group, "dynamic_image_size", boolean, cut, "cut images into several tiles")
-    option(group, "use_thumbnail", boolean, cut, "add the whole image as one more tile")
+    option(group, "dynamic_image_size", boolean, False, "cut images into several tiles")
+    option(group, "use_thumbnail", boolean, False, "add the whole image as one more tile")
     option(group, "min_num_frame", int, 8, "frames of a video at least")
     option(group, "max_num_frame", int, 32, "frames of a video at most")
     option(group, "max_image_pixels", int, None, "width x height above which an image is refused")
@@ -75,16 +71,25 @@ def add_encoding(group: Any, *, cut: bool = False) -> None:
     option(group, "transparent_background", str, None, "colour that transparent pixels are composited on")
 
 
-def encode_config(args: argparse.Namespace, conv_style: str | None = None) -> Any:
-    """The `EncodeConfig` of `add_encoding`'s options; a chat format left open is `conv_style`'s."""
+def encode_config(args: argparse.Namespace) -> Any:
+    """The `EncodeConfig` of `add_encoding`'s options; chat format and patches are the checkpoint's, as in training.
+
+    Raises:
+        UserError: options that cannot be used, or a chat format of the checkpoint that is not known here.
+    """
     from ..encode.sample import EncodeConfig
     from ..encode.tiles import tokens_per_tile
 
+    style, patch_size = args.conv_style or EncodeConfig.conv_style, 14
+    if args.tokenizer:
+        from ..checkpoints.internvl_format_files import chat_style, config_of, patch_size_of
+
+        style, patch_size = chat_style(args.conv_style, args.tokenizer), patch_size_of(config_of(args.tokenizer))
     limit = args.max_image_pixels
     return EncodeConfig(
-        conv_style=args.conv_style or conv_style or EncodeConfig.conv_style,
+        conv_style=style,
         image_size=args.force_image_size,
-        tokens_per_tile=tokens_per_tile(args.force_image_size, down_sample_ratio=args.down_sample_ratio),
+        tokens_per_tile=tokens_per_tile(args.force_image_size, patch_size, args.down_sample_ratio),
         min_dynamic_patch=args.min_dynamic_patch,
         max_dynamic_patch=args.max_dynamic_patch,
         dynamic_image_size=args.dynamic_image_size,
@@ -113,12 +118,7 @@ def open_with_tokenizer(args: argparse.Namespace) -> tuple[Samples, Any]:
     from ..samples import Samples
     from ..sources import load_meta, open_source
 
-    style = None
-    if args.tokenizer:
-        from ..checkpoints.internvl_format_files import chat_style
-
-        style = chat_style(args.conv_style, args.tokenizer)
-    encode = encode_config(args, style)
+    encode = encode_config(args)
     specs = load_meta(args.meta)
     sources = tuple(open_source(spec) for spec in specs)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else stand_in_tokenizer(sources)

@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "standard input",
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="of a meta file: the model's checkpoint or tokenizer")
-    add_encoding(parser.add_argument_group("of a meta file: how samples become tokens and tiles"), cut=True)
+    add_encoding(parser.add_argument_group("of a meta file: how samples become tokens and tiles"))
     option(parser, "gpus", int, 1, "processes that train")
     option(parser, "zero", int, 1, "stage of ZeRO; 0: without")
     option(parser, "max_packed_tokens", int, 8192, "token budget of a row")

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     meta = parser.add_argument_group("for a meta file")
     option(meta, "tokenizer", str, None, "the model's checkpoint or tokenizer")
-    add_encoding(meta, cut=True)
+    add_encoding(meta)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the model's tokenizer (default: a small one built from the data; verdicts are the same)",
     )
-    add_encoding(run_options, cut=True)
+    add_encoding(run_options)
     option(run_options, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
     option(run_options, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
     option(run_options, "max_seq_length", int, None, "tokens of one sample at most")

@@ -1,0 +1,44 @@
+"""Commands encode as training does: the same defaults, and what the checkpoint says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from factory import write_jsonl
+
+from internvl_pack.commands._options import add_encoding, encode_config
+from internvl_pack.errors import UserError
+from train.arguments import DataTrainingArguments
+
+
+@pytest.fixture
+def meta(tmp_path):
+    return write_jsonl(tmp_path, 2)
+
+
+def parsed(*argv: str, tokenizer: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_encoding(parser)
+    return argparse.Namespace(**vars(parser.parse_args(argv)), tokenizer=tokenizer)
+
+
+def test_defaults_are_those_of_training(meta):
+    assert encode_config(parsed()) == DataTrainingArguments(meta_path=str(meta)).encode_config(patch_size=14)
+
+
+@pytest.mark.parametrize("size", [16, [16, 16]])
+def test_chat_format_and_patches_are_the_checkpoints(tmp_path, size):
+    config = {"model_type": "internvl_chat", "template": "phi3-chat", "vision_config": {"patch_size": size}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    encode = encode_config(parsed(tokenizer=str(tmp_path)))
+    assert encode.conv_style == "phi3-chat"
+    assert encode.tokens_per_tile == (448 // 16 // 2) ** 2
+    with pytest.raises(UserError, match="force_image_size=392 with patches of 16"):
+        encode_config(parsed("--force_image_size", "392", tokenizer=str(tmp_path)))
+
+
+def test_a_tokenizer_alone_says_nothing_about_patches(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert encode_config(parsed(tokenizer=str(tmp_path))).tokens_per_tile == 256
