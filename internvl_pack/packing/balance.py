@@ -12,7 +12,7 @@ That rest is called the pack's secondary cost here. Three things set its target:
 
 What is still uneven the step groups even out (plan/groups.py).
 
-Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/packing.md.
+Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/performance.md.
 """
 
 from __future__ import annotations

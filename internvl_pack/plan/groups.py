@@ -8,7 +8,7 @@ them, so that no curriculum of costs arises; a pack that has waited for OVERDUE 
 
 At the end of the epoch the pool empties: every step but the last has packs_per_step packs, and none is empty.
 
-Mean over max cost of a step, benchmarks/real_mix_a.csv, 50,000 samples, InternVL3-1B: docs/packing.md.
+Mean over max cost of a step, benchmarks/real_mix_a.csv, 50,000 samples, InternVL3-1B: docs/performance.md.
 """
 
 from __future__ import annotations
