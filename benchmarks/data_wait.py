@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -33,19 +32,15 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
-from benchmarks.train_step import SHAPES, VISION, internvl_config
-from internvl_pack.checkpoints.tokenizers import image_token_id
-from internvl_pack.testing.tiny import tiny_internvl_config
+from benchmarks.finetune_runs import make_checkpoint, training_options
+from benchmarks.gpu_check import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-TILE = 448  # pixels along a side
 LOG_EVERY = 5  # optimizer steps
 COLUMNS = (
     ("tokens/s", "tokens_per_s_per_gpu", "{:,.0f}", 9),
@@ -59,75 +54,13 @@ COLUMNS = (
 )
 
 
-def model_config(tokenizer: Any, small: bool) -> Any:
-    """InternVL3-1B's shape, or a tiny one, with this tokenizer's vocabulary and image token."""
-    if small:
-        return tiny_internvl_config(tokenizer, image_size=TILE)
-    text = SHAPES["1b"] | {"vocab_size": max(len(tokenizer), SHAPES["1b"]["vocab_size"])}
-    return internvl_config(VISION | {"image_size": [TILE, TILE]}, text, image_token_id(tokenizer))
-
-
-def write_checkpoint(directory: Path, tokenizer_dir: str, device_name: str) -> None:
-    """Random weights in bfloat16, made on the device, and the tokenizer; on a CPU a tiny model in float32."""
-    from transformers import AutoTokenizer, InternVLForConditionalGeneration
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    device = torch.device(device_name)
-    small = device.type == "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    torch.manual_seed(0)
-    with device:
-        model = InternVLForConditionalGeneration._from_config(
-            model_config(tokenizer, small), dtype=torch.float32 if small else torch.bfloat16
-        )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    print(f"{versions(device)}, {cores} CPU cores; {model.num_parameters() / 1e6:,.0f} M parameters", flush=True)
-
-
-def make_checkpoint(directory: Path, tokenizer_dir: str, device_name: str) -> bool:
-    """`write_checkpoint` in a process that takes along what it holds of the device's memory; whether it went well."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=write_checkpoint, args=(directory, tokenizer_dir, device_name))
-    process.start()
-    process.join()
-    return process.exitcode == 0
-
-
 def training_command(args: argparse.Namespace, checkpoint: Path, output_dir: Path, more: Sequence[str]) -> list[str]:
-    small = args.device == "cpu"
-    tokens, tiles = args.budget or ((4096, 16) if small else (16384, 48))
-    options: dict[str, Any] = {
-        "model_name_or_path": checkpoint,
-        "meta_path": args.meta,
-        "output_dir": output_dir,
-        "use_packed_ds": True,
-        "max_packed_tokens": tokens,
-        "num_images_expected": tiles,
-        "force_image_size": TILE,
-        "dynamic_image_size": True,
-        "max_dynamic_patch": 12,
-        "use_thumbnail": True,
-        "dataloader_num_workers": args.workers,
-        "deepspeed": "zero_stage1",
-        "bf16": not small,
-        "compile": not small,
-        "grad_checkpoint": False,
-        "attn_kernel": "auto",
-        "max_steps": args.steps,
-        "learning_rate": 1e-5,
-        "logging_steps": LOG_EVERY,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
-    if small:
-        options |= {"use_cpu": True, "optim": "adamw_torch"}
     launcher = [sys.executable]
     if args.gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = training_options(
+        args, checkpoint, output_dir, deepspeed="zero_stage1", max_steps=args.steps, logging_steps=LOG_EVERY
+    )
     return [*launcher, str(ROOT / "train" / "finetune.py"), *words, *more]
 
 
@@ -180,7 +113,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         checkpoint, output_dir = Path(folder, "checkpoint"), Path(folder, "run")
-        if not make_checkpoint(checkpoint, args.tokenizer, args.device):
+        if not make_checkpoint(checkpoint, args.tokenizer, "tiny" if args.device == "cpu" else "1b", args.device):
             return 1
         made = time.perf_counter()
         log = args.log or Path(folder, "finetune.log")

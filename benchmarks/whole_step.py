@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -40,13 +39,11 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
-from benchmarks.train_step import SHAPES, VISION, internvl_config
+from benchmarks.finetune_runs import SHAPES, make_checkpoint, training_options
+from benchmarks.gpu_check import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-TILE = 448  # pixels along a side
 PARTS = ("forward", "backward", "optimizer", "other")
-SHAPES = SHAPES | {"8b": SHAPES["8b8"] | {"num_hidden_layers": 28}}
 
 
 class Clock:
@@ -198,59 +195,6 @@ def one_rank(out: Path, measured: int, alone: bool, options: list[str]) -> None:
 # --- the parent process ---------------------------------------------------------------------------
 
 
-def write_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> None:
-    """Random weights, made on the device, and the tokenizer."""
-    from internvl_pack.model.tokenizers import image_token_id
-    from transformers import AutoTokenizer, InternVLForConditionalGeneration
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    device, tokenizer = torch.device(device_name), AutoTokenizer.from_pretrained(tokenizer_dir)
-    vision = VISION | {"image_size": [TILE, TILE]}
-    if shape == "tiny":
-        vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = SHAPES[shape] | {"vocab_size": max(len(tokenizer), SHAPES[shape]["vocab_size"])}
-    config = internvl_config(vision, text, image_token_id(tokenizer))
-    torch.manual_seed(0)
-    with device:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = InternVLForConditionalGeneration._from_config(config, dtype=dtype)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    print(f"{versions(device)}; {shape}: {model.num_parameters() / 1e6:,.0f} M parameters", flush=True)
-
-
-def training_options(args: argparse.Namespace, checkpoint: Path, output_dir: Path) -> list[str]:
-    small = args.device == "cpu"
-    tokens, tiles = args.budget or ((4096, 16) if small else (16384, 48))
-    options: dict[str, Any] = {
-        "model_name_or_path": checkpoint,
-        "meta_path": args.meta,
-        "output_dir": output_dir,
-        "use_packed_ds": True,
-        "max_packed_tokens": tokens,
-        "num_images_expected": tiles,
-        "force_image_size": TILE,
-        "dynamic_image_size": True,
-        "max_dynamic_patch": 12,
-        "use_thumbnail": True,
-        "dataloader_num_workers": 0 if small else args.workers,
-        "bf16": not small,
-        "compile": not small,
-        "grad_checkpoint": False,
-        "max_steps": args.skip + args.steps + 1,
-        "learning_rate": 1e-5,
-        "save_strategy": "no",
-        "report_to": "none",
-        "log_freq": 0,
-    }
-    if args.zero:
-        options["deepspeed"] = f"zero_stage{args.zero}"
-    if small:
-        options |= {"use_cpu": True, "optim": "adamw_torch"}
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
 def report(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> None:
     from internvl_pack.model.flops import peak_flops
 
@@ -312,17 +256,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         checkpoint = args.checkpoint or work / "checkpoint"
-        if not (checkpoint / "config.json").is_file():
-            made = multiprocessing.get_context("spawn").Process(
-                target=write_checkpoint, args=(checkpoint, args.tokenizer, args.shape, args.device)
-            )
-            made.start()
-            made.join()
-            if made.exitcode:
-                return 1
+        found = (checkpoint / "config.json").is_file()
+        if not found and not make_checkpoint(checkpoint, args.tokenizer, args.shape, args.device):
+            return 1
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
         command += [__file__, "--one_rank", str(work), str(args.steps), "no" if args.no_alone else "alone"]
-        command += [*training_options(args, checkpoint, args.output_dir or work / "run"), *more]
+        options: dict[str, Any] = {"max_steps": args.skip + args.steps + 1, "log_freq": 0}
+        if args.device == "cpu":
+            options["dataloader_num_workers"] = 0
+        if args.zero:
+            options["deepspeed"] = f"zero_stage{args.zero}"
+        command += [*training_options(args, checkpoint, args.output_dir or work / "run", **options), *more]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", "1" if args.device == "cpu" else "8")
         if args.device == "cpu":

@@ -1,0 +1,83 @@
+"""What the benchmarks of whole runs share: a checkpoint of random weights, and finetune.py's options."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check import versions
+from benchmarks.train_step import SHAPES, VISION, internvl_config
+from internvl_pack.checkpoints.tokenizers import image_token_id
+from internvl_pack.testing.tiny import tiny_internvl_config
+
+TILE = 448  # pixels along a side
+SHAPES = SHAPES | {"8b": SHAPES["8b8"] | {"num_hidden_layers": 28}}
+
+
+def write_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> None:
+    """Random weights of a shape of SHAPES or "tiny", made on the device, and the tokenizer.
+
+    Weights are in bfloat16, on a CPU in float32.
+    """
+    from transformers import AutoTokenizer, InternVLForConditionalGeneration
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    device, tokenizer = torch.device(device_name), AutoTokenizer.from_pretrained(tokenizer_dir)
+    if shape == "tiny":
+        config = tiny_internvl_config(tokenizer, image_size=TILE)
+    else:
+        text = SHAPES[shape] | {"vocab_size": max(len(tokenizer), SHAPES[shape]["vocab_size"])}
+        config = internvl_config(VISION | {"image_size": [TILE, TILE]}, text, image_token_id(tokenizer))
+    torch.manual_seed(0)
+    with device:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        model = InternVLForConditionalGeneration._from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(
+        f"{versions(device)}, {os.cpu_count()} CPU cores; {shape}: {model.num_parameters() / 1e6:,.0f} M parameters",
+        flush=True,
+    )
+
+
+def make_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> bool:
+    """`write_checkpoint` in a process that takes along what it holds of the device's memory; whether it went well."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=write_checkpoint, args=(directory, tokenizer_dir, shape, device_name))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def training_options(args: argparse.Namespace, checkpoint: Path, output_dir: Path, **more: Any) -> list[str]:
+    """finetune.py's command line for a row of `args.budget` on `args.device`; `more` comes on top."""
+    small = args.device == "cpu"
+    tokens, tiles = args.budget or ((4096, 16) if small else (16384, 48))
+    options: dict[str, Any] = {
+        "model_name_or_path": checkpoint,
+        "meta_path": args.meta,
+        "output_dir": output_dir,
+        "use_packed_ds": True,
+        "max_packed_tokens": tokens,
+        "num_images_expected": tiles,
+        "force_image_size": TILE,
+        "dynamic_image_size": True,
+        "max_dynamic_patch": 12,
+        "use_thumbnail": True,
+        "dataloader_num_workers": args.workers,
+        "bf16": not small,
+        "compile": not small,
+        "grad_checkpoint": False,
+        "learning_rate": 1e-5,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    if small:
+        options |= {"use_cpu": True, "optim": "adamw_torch"}
+    return [word for name, value in (options | more).items() for word in (f"--{name}", str(value))]
