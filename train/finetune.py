@@ -121,7 +121,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     import torch
     from transformers import set_seed
 
-    from internvl_pack.checkpoints.internvl_format_files import chat_style
+    from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of
     from internvl_pack.model.build import build_model, check_loadable
     from internvl_pack.parallel import enable_sequence_parallel, make_groups
     from internvl_pack.parallel.agreement import Agreement
@@ -157,7 +157,7 @@ def prepare(model_args: Any, data_args: Any, args: Any) -> Run:
     checkpoint = None if found is None else str(found)
     packing = sequence.fit_packing(packing, data_args, args, checkpoint)
     check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
-    data_args.conv_style = chat_style(data_args.conv_style, model_args.model_name_or_path)
+    data_args.conv_style = chat_style(data_args.conv_style, config_of(model_args.model_name_or_path))
     tokenizer = load_tokenizer(model_args)
     loader = make_loader(model_args, data_args, args, tokenizer, packing, ranks)
     eval_loader = make_eval_loader(data_args, args, loader)

@@ -67,8 +67,8 @@ def patch_size_of(config: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) else size[0]
 
 
-def chat_style(given: str | None, source: str | None) -> str:
-    """The chat format of a run: the user's, else the one that an original checkpoint was trained with.
+def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
+    """The chat format of a run: the user's, else the one that an original checkpoint (its config) was trained with.
 
     Raises:
         UserError: the checkpoint's is not known here.
@@ -76,7 +76,7 @@ def chat_style(given: str | None, source: str | None) -> str:
     from ..encode.templates import known_templates
 
     default = "internvl2_5"
-    template = internvl_format.template_of(config_of(source))
+    template = internvl_format.template_of(config)
     if template is None:
         return given or default
     if given is not None:

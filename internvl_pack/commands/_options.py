@@ -84,7 +84,8 @@ def encode_config(args: argparse.Namespace) -> Any:
     if args.tokenizer:
         from ..checkpoints.internvl_format_files import chat_style, config_of, patch_size_of
 
-        style, patch_size = chat_style(args.conv_style, args.tokenizer), patch_size_of(config_of(args.tokenizer))
+        config = config_of(args.tokenizer)
+        style, patch_size = chat_style(args.conv_style, config), patch_size_of(config)
     limit = args.max_image_pixels
     return EncodeConfig(
         conv_style=style,

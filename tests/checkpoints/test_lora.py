@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import InternVLForConditionalGeneration
 
 from internvl_pack.checkpoints import lora
-from internvl_pack.checkpoints.internvl_format_files import chat_style
+from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of
 from internvl_pack.checkpoints.weight_files import LazyWeights
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
@@ -322,12 +322,12 @@ def test_options_that_do_not_go_together_are_refused_before_training(options, me
 
 
 def test_the_chat_format_is_the_checkpoint_s_unless_another_is_named(made, tokenizer, tmp_path, caplog):
-    assert chat_style(None, str(made / "original")) == "internvl2_5"
-    assert chat_style(None, str(made / "native")) == "internvl2_5"
-    assert chat_style(None, None) == chat_style(None, str(tmp_path)) == "internvl2_5"
+    assert chat_style(None, config_of(made / "original")) == "internvl2_5"
+    assert chat_style(None, config_of(made / "native")) == "internvl2_5"
+    assert chat_style(None, config_of(None)) == chat_style(None, config_of(tmp_path)) == "internvl2_5"
     config = chat_config(tokenizer, template="vicuna_v1.1")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match=r"--conv_style is missing: the checkpoint was trained with 'vicuna_v1.1'"):
-        chat_style(None, str(tmp_path))
-    assert chat_style("internvl2_5", str(tmp_path)) == "internvl2_5"
+        chat_style(None, config_of(tmp_path))
+    assert chat_style("internvl2_5", config_of(tmp_path)) == "internvl2_5"
     assert "--conv_style internvl2_5: the checkpoint was trained with vicuna_v1.1" in caplog.text
