@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from accelerate.state import AcceleratorState
 
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.errors import SampleError, UserError
-from train.environment import is_main_process, prepare_deepspeed_on_cpu, set_up_logging, shut_down
+from train.environment import free_port, is_main_process, prepare_deepspeed_on_cpu, set_up_logging, shut_down
 from train.finetune import prepare
 from train.options import parse
 
@@ -42,9 +41,7 @@ LATE = (
 
 def forked(run_all: Callable[[Any], None], what: Any, processes: int) -> int:
     """The largest exit code of `run_all(what)` in so many processes of one world."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(processes):
         if not (pid := os.fork()):

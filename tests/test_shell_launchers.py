@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from launched import launcher_settings, made_in
+
+from train.environment import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "shell").glob("*.sh"))
@@ -24,12 +25,6 @@ TINY_OPTIONS += ["--save_strategy", "no", "--warmup_steps", "0", "--report_to", 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer) -> Path:
     return made_in(tmp_path_factory.mktemp("launchers"), tokenizer, 40)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_nodes_on_loopback_train_as_one_world_and_stop_together_when_one_is_told_to(made, tmp_path):

@@ -40,7 +40,7 @@ def prepare_environment() -> None:
         os.environ.update(_slurm_world(os.environ))
         return
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
 
 
 def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
@@ -147,7 +147,8 @@ def report_error(program: str, error: Exception, *, everyone: bool) -> None:
     print(f"{program}: error: {line}", file=sys.stderr, flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

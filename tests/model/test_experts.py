@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.experts import choose_experts, expert_blocks, real_tokens
 from internvl_pack.testing.tiny import tiny_tokenizer
+from train.environment import free_port
 from train.router_loss import RouterLoss
 
 
@@ -299,9 +299,7 @@ def zero3_rank(rank, port, out):
 @pytest.mark.slow
 def test_zero3_ranks_that_route_to_unlike_experts_train_as_one_process(tmp_path):
     pytest.importorskip("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out = tmp_path / "losses.json"
     torch.multiprocessing.start_processes(zero3_rank, (port, str(out)), nprocs=2, start_method="spawn")
     packed, _ = zero3_model_and_rows(0)

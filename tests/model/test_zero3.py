@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from helpers.model_samples import mixed_segments, packed_batch, segment, text_se
 
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.testing.tiny import tiny_tokenizer
+from train.environment import free_port
 
 STEPS = 3
 CHUNK = 8  # labelled tokens a chunk of the head: rank 0 needs several, rank 1 one or none
@@ -85,9 +85,7 @@ def zero3_rank(rank: int, port: int, out: str) -> None:
 @pytest.mark.slow
 def test_zero3_ranks_with_unlike_rows_train_as_one_process(tmp_path):
     pytest.importorskip("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out = tmp_path / "losses.json"
     torch.multiprocessing.start_processes(zero3_rank, (port, str(out)), nprocs=2, start_method="spawn")
     expected = plain_losses()

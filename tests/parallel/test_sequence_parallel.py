@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import socket
 
 import pytest
 from helpers.sequence_worker import CASES, COMPILED, MODES, WORLD, run
+
+from train.environment import free_port
 
 LOSS = 1e-6
 GRADIENT = 1e-5
@@ -15,9 +16,7 @@ GRADIENT = 1e-5
 
 def found_by_ranks(out, cases, world=WORLD, with_checks=False):
     """Results by name, of `world` processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.sequence_worker"])
     ranks = [
