@@ -217,7 +217,8 @@ def test_budgets_count_by_option(tmp_path, capsys, tokenizer):
     code, found, out = run(capsys, meta, *by, "--max-packed-tokens", "70", "--oversize", "drop")
     assert code == 1 and set(found["reasons"]) == {"oversized_dropped"} and "No --tokenizer" not in out
     assert run(capsys, meta, *by, "--max_packed_tokens", "70")[0] == 0, "they are split"
-    code, found, _ = run(capsys, meta, "--num_images_expected", "1")
+    assert run(capsys, meta, "--num_images_expected", "1")[0] == 0, "one tile an image"
+    code, found, _ = run(capsys, meta, "--num_images_expected", "1", "--dynamic_image_size", "True")
     assert code == 1 and set(found["reasons"]) == {"image_exceeds_budget"}
 
 
