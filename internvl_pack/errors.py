@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 logger = logging.getLogger(__name__)
 
-#: The machine's trouble, whatever sample is read: too many open files, no memory for the kernel.
+#: Errors of the machine, not of a sample: too many open files, no memory for the kernel.
 MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -29,7 +29,7 @@ class SampleError(ValueError):
     Attributes:
         reason: a short slug, one line of the ledger, such as `image_truncated`.
         detail: one sentence that names the image, key or field, but not the sample's place.
-        source: that place, `file:line 12` or `shard:key@byte`; None until somebody who knows it has told.
+        source: that place, `file:line 12` or `shard:key@byte`; None until a caller that knows it sets it.
     """
 
     def __init__(self, reason: str, detail: str, source: str | None = None) -> None:
@@ -39,16 +39,16 @@ class SampleError(ValueError):
         self.source = source
 
     def __str__(self) -> str:
-        return f"{self.reason}: {self.told}"
+        return f"{self.reason}: {self.located_detail}"
 
     @property
-    def told(self) -> str:
-        """The detail behind its place, for where the place has no field of its own."""
+    def located_detail(self) -> str:
+        """`source: detail`, for outputs without a separate source column."""
         return f"{self.source}: {self.detail}" if self.source else self.detail
 
 
-class FarAwayError(Exception):
-    """Data would have to be fetched from a server where only what is near may be read; see `addresses.only_near`."""
+class RemoteDataError(Exception):
+    """A remote file was about to be read inside `addresses.local_only()`."""
 
 
 _traces: ContextVar[bool] = ContextVar("_traces", default=True)
@@ -56,7 +56,7 @@ _traces: ContextVar[bool] = ContextVar("_traces", default=True)
 
 @contextmanager
 def without_traces() -> Iterator[None]:
-    """No traceback is logged inside: for a look ahead at samples that are read, and told of, again."""
+    """Log no traceback inside: for a first look at samples that are read, and reported, again later."""
     token = _traces.set(False)
     try:
         yield
@@ -65,21 +65,24 @@ def without_traces() -> Iterator[None]:
 
 
 @contextmanager
-def costs_one_sample(what: str = "", *, source: Callable[[], str] | None = None) -> Iterator[None]:
-    """Whatever goes wrong inside is the trouble of the one sample that is read, encoded or decoded there.
+def isolate_sample_errors(what: str = "", *, source: Callable[[], str] | None = None) -> Iterator[None]:
+    """Turn any exception raised inside into a SampleError of the sample that is read, encoded or decoded there.
 
-    Readers, decoders and templates, a user's own among them, raise what they like, and one sample of millions must not
-    end a run. Everything becomes a SampleError that names the exception: `out_of_memory` (MemoryError), `unreadable`
-    (OSError) or `unexpected_error`, whose traceback is logged. A fault that is in all samples stops the run all the
-    same, since none of the first ones loads, or by `max_bad_fraction`.
+    Readers, decoders and templates may raise anything, a user's own among them, and one sample of millions must not
+    end a run. The SampleError names the exception: `out_of_memory` (MemoryError), `unreadable` (OSError) or
+    `unexpected_error`, whose traceback is logged. A fault in every sample still stops the run: none of a dataset's
+    first samples loads, or `max_bad_fraction` is passed.
 
-    Passed on are UserError, ImportError (something is not installed), FarAwayError, errors of the machine
+    Passed through are UserError, ImportError (a missing package), RemoteDataError, the machine's own errors
     (MACHINE_ERRORS), and what is no `Exception`: KeyboardInterrupt, SystemExit.
 
     Args:
-        what: is read there, for the message: an image, a part of the sample.
-        source: tells where the sample stands, for any SampleError that does not say it. Called when there is one only:
-            it takes a read to tell it of a row of a shard.
+        what: the thing that is read, for the message: an image, a part of the sample.
+        source: gives the sample's place, for a SampleError without one. Called only then: for a row of a shard it costs
+            a read.
+
+    Raises:
+        SampleError: any other exception.
     """
     try:
         yield
@@ -87,7 +90,7 @@ def costs_one_sample(what: str = "", *, source: Callable[[], str] | None = None)
         if source is not None and error.source is None:
             error.source = source()
         raise
-    except (UserError, ImportError, FarAwayError):
+    except (UserError, ImportError, RemoteDataError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:

@@ -12,7 +12,7 @@ from factory import TINY, png, write_jsonl, write_meta
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
 from internvl_pack.encode import sample as encode_sample
-from internvl_pack.errors import SampleError, costs_one_sample
+from internvl_pack.errors import SampleError, isolate_sample_errors
 from internvl_pack.sources.jsonl import JsonlSource
 from internvl_pack.survey.table import REFUSED
 from internvl_pack.survey.validate import Checker, validate
@@ -141,7 +141,7 @@ def test_a_fault_in_every_sample_stops_the_run_with_the_first(tmp_path, tokenize
 
 
 def test_the_traceback_of_a_bug_is_logged(caplog):
-    with pytest.raises(SampleError, match=r"x\.png: ValueError"), costs_one_sample("x.png"):
+    with pytest.raises(SampleError, match=r"x\.png: ValueError"), isolate_sample_errors("x.png"):
         raise ValueError
     assert "x.png" in caplog.text and "Traceback" in caplog.text
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import SampleError, UserError, costs_one_sample
+from ..errors import SampleError, UserError, isolate_sample_errors
 from ..sources import DatasetSpec, RawSample, Source, load_meta, open_source, shard_index
 from ..sources.index import index_path
 
@@ -199,7 +199,7 @@ def _write(source: Source, pattern: str, max_size: float, max_count: int, *, sto
     try:
         for row in tqdm(range(len(source)), unit=" samples", desc=source.name, disable=None):
             try:
-                with costs_one_sample(source=partial(source.origin, row)):
+                with isolate_sample_errors(source=partial(source.origin, row)):
                     members = dict(members_of_sample(source.read(row), f"{row:0{digits}d}"))
             except SampleError as error:
                 if stop:

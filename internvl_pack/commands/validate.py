@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from ..config import PackingConfig
 from ..errors import UserError
 from ..packing.split import OVERSIZE
-from ..survey.field_counts import count_unknown_fields, told
+from ..survey.field_counts import count_unknown_fields, report_lines
 from ..survey.table import root_of
 from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
 from ._options import add_encoding, add_workers, num_workers, open_samples, option
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 listed.extend(bad)
     show(report, checker)
     unknown = count_unknown_fields(checker.samples.sources)
-    for line in told(unknown):
+    for line in report_lines(unknown):
         print(line)
     if listed is not None:
         result = {

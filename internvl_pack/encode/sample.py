@@ -35,7 +35,7 @@ from internvl_pack.encode.video import (
     video_of,
     with_frame_lines,
 )
-from internvl_pack.errors import SampleError, UserError, costs_one_sample
+from internvl_pack.errors import SampleError, UserError, isolate_sample_errors
 from internvl_pack.records import Record, Span
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ class Encoder:
     def load(self, source: Source, row: int, spec: DatasetSpec) -> Encoded:
         """Read and encode one row of a sources.Source, that of the sources.DatasetSpec `spec`.
 
-        Raises SampleError, whatever goes wrong with it (see `costs_one_sample`).
+        Raises SampleError, whatever goes wrong with it (see `isolate_sample_errors`).
         """
-        with costs_one_sample(source=partial(source.origin, row)):
+        with isolate_sample_errors(source=partial(source.origin, row)):
             raw = source.read(row)
         return self.encode(raw, spec)
 
@@ -185,7 +185,7 @@ class Encoder:
 
         Raises SampleError; its source is `raw.origin`.
         """
-        with costs_one_sample(source=lambda: raw.origin):
+        with isolate_sample_errors(source=lambda: raw.origin):
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
@@ -325,16 +325,16 @@ class Encoder:
                     frames.append(image)
                 else:
                     part = tiles[first - tile_start : last - tile_start]
-                    with costs_one_sample(image.ref.name):
+                    with isolate_sample_errors(image.ref.name):
                         decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
         if frames:  # of one video, a tile each
-            with costs_one_sample(frames[0].ref.name):
+            with isolate_sample_errors(frames[0].ref.name):
                 decode_frames(frames, sample_id, epoch, tiles, self._rules.max_image_pixels)
         if encoded.data_augment:
-            with costs_one_sample(f"data_augment of {sample_id}"):
+            with isolate_sample_errors(f"data_augment of {sample_id}"):
                 recompress(tiles, sample_id, epoch, tile_start)
         return tiles
 
@@ -344,7 +344,7 @@ class Encoder:
         Of a video, the frames of epoch 0.
         """
         for image in encoded.images:
-            with costs_one_sample(image.ref.name):
+            with isolate_sample_errors(image.ref.name):
                 if isinstance(image, PlannedFrame):  # the first of all frames of one video
                     sample_id = encoded.record.sample_id
                     frames = [frame for frame in encoded.images if isinstance(frame, PlannedFrame)]

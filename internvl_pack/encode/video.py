@@ -29,7 +29,7 @@ import numpy as np
 from internvl_pack.encode.conversation import IMAGE_ROLES
 from internvl_pack.encode.images import cut_tiles
 from internvl_pack.encode.tiles import ONE_TILE, TileGrid
-from internvl_pack.errors import FarAwayError, SampleError, UserError
+from internvl_pack.errors import RemoteDataError, SampleError, UserError
 
 if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
@@ -316,7 +316,7 @@ def _container(ref: ImageRef) -> Iterator[tuple[InputContainer, VideoStream]]:
         if not error.reason.startswith("image_"):
             raise
         raise SampleError("video_" + error.reason.removeprefix("image_"), error.detail) from None
-    except (UserError, FarAwayError, AssertionError):
+    except (UserError, RemoteDataError, AssertionError):
         raise
     except MemoryError:
         raise SampleError("video_too_large", f"{ref.name}: no memory for its frames") from None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import PackingConfig
-from ..errors import FarAwayError
+from ..errors import RemoteDataError
 from ..order.mixture import Mixture
 from ..packing.bounds import LowerBounds
 from ..packing.budget import Budget
@@ -26,7 +26,7 @@ from ..packing.cost import CostModel
 from ..plan.groups import Step, StepPlan, deal
 from ..plan.online import OnlinePacks
 from ..plan.sequence import PlannedPack
-from ..sources.addresses import only_near
+from ..sources.addresses import local_only
 
 if TYPE_CHECKING:
     from ..stream.dataset import PackedDataset
@@ -37,8 +37,8 @@ PLANNED_A_SECOND = 25_000  # samples; benchmarks/plan.py
 SURVEYED_A_SECOND = 2_500
 SAMPLES = 2_000  # an estimate rests on: a second where they are not known
 KNOWN_SAMPLES = 100_000  # and where their lengths are known
-FAR_SAMPLES = 200  # where images are fetched from a server: each takes a request
-FAR_SECONDS = 30.0  # then it has to do with those that came
+REMOTE_SAMPLES = 200  # where images are fetched from a server: each takes a request
+REMOTE_SECONDS = 30.0  # then it has to do with those that came
 GOLDEN = 0.6180339887498949  # of the epoch: steps of this length spread evenly, however many are taken
 
 LOW_FILL = 0.8  # of the tokens of a row
@@ -192,12 +192,12 @@ class RunEstimate:
     Attributes:
         epochs: the first ones; those after them are taken to be as long as the last of these.
         exact: whether all epochs that were asked for were counted.
-        far: whether it is an estimate from so few samples because images are fetched by address.
+        remote: whether it is an estimate from so few samples because images are fetched by address.
     """
 
     epochs: tuple[PackingEstimate, ...]
     exact: bool
-    far: bool = False
+    remote: bool = False
 
     @property
     def first(self) -> PackingEstimate:
@@ -211,7 +211,7 @@ class RunEstimate:
             return "counted"
         if self.first.exact:
             return f"counted for {len(self.epochs)} epochs, estimated beyond"
-        why = ", since images are fetched by address" if self.far else ""
+        why = ", since images are fetched by address" if self.remote else ""
         return f"estimated from {self.first.num_planned:,} samples{why}"
 
     def steps(self, epoch: int) -> int:
@@ -390,11 +390,11 @@ def estimate_epochs(
 ) -> RunEstimate:
     """The steps of a run's epochs.
 
-    Each is planned as training will plan it where that takes EXACT_SECONDS at most for all of them, by the rows that
-    are not known yet and the samples to plan. As many epochs as that allows are counted; where it does not allow one,
-    SAMPLES positions of the first tell of all (KNOWN_SAMPLES where they are known). No image is fetched from a server
-    for it, but for FAR_SAMPLES samples in FAR_SECONDS, where there is no other way. What is measured here is kept in
-    the survey, and not measured again in training.
+    An epoch is counted by planning it as training will, for as many epochs as can be planned within EXACT_SECONDS,
+    which follows from the rows still to be measured and the samples to be planned. Where that is not even one epoch,
+    the first is estimated from SAMPLES of its positions (KNOWN_SAMPLES where lengths are known). No image is fetched
+    from a server, except where lengths depend on remote images: then REMOTE_SAMPLES samples, in REMOTE_SECONDS. The
+    survey keeps what is measured here, and training does not measure it again.
 
     Args:
         packs_per_step: ranks x accumulation x packs a batch.
@@ -409,14 +409,14 @@ def estimate_epochs(
         return RunEstimate(tuple(_written(dataset, packs_per_step, epoch) for epoch in range(wanted)), exact=True)
     countable = min(wanted, _countable_epochs(dataset, wanted))
     try:
-        with only_near():
+        with local_only():
             if countable:
                 epochs = tuple(_counted(dataset, packs_per_step, epoch, progress) for epoch in range(countable))
                 return RunEstimate(epochs, exact=countable == wanted)
             return RunEstimate((_estimated(dataset, packs_per_step, SAMPLES, progress),), exact=False)
-    except FarAwayError:
+    except RemoteDataError:
         return RunEstimate(
-            (_estimated(dataset, packs_per_step, FAR_SAMPLES, progress, far=True),), exact=False, far=True
+            (_estimated(dataset, packs_per_step, REMOTE_SAMPLES, progress, remote=True),), exact=False, remote=True
         )
 
 
@@ -471,12 +471,12 @@ def _estimated(
     num_samples: int,
     progress: Callable[[int], None] | None,
     *,
-    far: bool = False,
+    remote: bool = False,
 ) -> PackingEstimate:
     """An epoch by the packs of some of its positions."""
     mixture = dataset.mixture(0)
     spread = Spread(mixture, num_samples)
-    if far:
+    if remote:
         spread.first(_measured_in_time(dataset, spread))
     else:
         known = Spread(mixture, KNOWN_SAMPLES)
@@ -559,9 +559,9 @@ def _all_known(dataset: PackedDataset, spread: Spread) -> bool:
 
 
 def _measured_in_time(dataset: PackedDataset, spread: Spread) -> int:
-    """How many of the positions could be measured in FAR_SECONDS, at least one."""
+    """How many of the positions could be measured in REMOTE_SECONDS, at least one."""
     assert dataset.survey is not None
-    deadline = time.monotonic() + FAR_SECONDS
+    deadline = time.monotonic() + REMOTE_SECONDS
     for position in range(len(spread)):
         number, row = spread.locate(position)
         dataset.survey.measure_rows(number, np.array([row]))

@@ -300,7 +300,7 @@ def gather(
 
     for dataset, source in zip(datasets, samples.sources, strict=True):
         for error in source.damage:
-            count_bad(dataset, error.reason, error.told)
+            count_bad(dataset, error.reason, error.located_detail)
     chunks = (
         (which, start, min(start + CHUNK_ROWS, len(source)))
         for which, source in enumerate(samples.sources)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ..errors import FarAwayError
+from ..errors import RemoteDataError
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -21,28 +21,32 @@ def is_remote(address: str) -> bool:
     return _SCHEME.match(address) is not None
 
 
-_only_near: ContextVar[bool] = ContextVar("_only_near", default=False)
+_local_only: ContextVar[bool] = ContextVar("_local_only", default=False)
 
 
 @contextmanager
-def only_near() -> Iterator[None]:
-    """No server is asked inside: what would ask one raises FarAwayError instead.
+def local_only() -> Iterator[None]:
+    """Inside, raise RemoteDataError instead of asking a server.
 
-    For a look ahead at many samples, which must not take minutes before the first step. An image by address counts as
-    far even where it is kept (`INTERNVL_PACK_CACHE`), so that what follows does not depend on what was fetched before;
-    annotation files and shards by address were copied when they were opened, and are near while their copy is there.
+    For estimates over many samples, which must not take minutes before the first step. An image by address counts as
+    remote even where `INTERNVL_PACK_CACHE` holds a copy, so that the result does not depend on earlier runs. Annotation
+    files and shards by address were copied when they were opened, and count as local while the copy is there.
     """
-    token = _only_near.set(True)
+    token = _local_only.set(True)
     try:
         yield
     finally:
-        _only_near.reset(token)
+        _local_only.reset(token)
 
 
-def about_to_ask(address: str) -> None:
-    """Raises FarAwayError inside `only_near`."""
-    if _only_near.get():
-        raise FarAwayError(address)
+def check_remote_read(address: str) -> None:
+    """To be called before a server is asked.
+
+    Raises:
+        RemoteDataError: inside `local_only`.
+    """
+    if _local_only.get():
+        raise RemoteDataError(address)
 
 
 def system_path(path: str) -> bytes:

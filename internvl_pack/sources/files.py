@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import UserError
 from . import remote
-from .addresses import about_to_ask, is_remote, pread_all, system_path
+from .addresses import check_remote_read, is_remote, pread_all, system_path
 
 MAX_OPEN_FILES = 128
 """Descriptors of annotation files and shards that a process keeps open."""
@@ -104,6 +104,6 @@ def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
         UserError: the file has another size than when it was indexed.
     """
     if is_remote(path) and (path, stamp) not in _open_files and remote.cached(path) is None:
-        about_to_ask(path)
+        check_remote_read(path)
         return remote.fetch(path, offset, min(offset + num_bytes, stamp.size))  # it had to make room: a part is enough
     return pread_all(_descriptor(path, stamp).fd, num_bytes, offset)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 from ..errors import MACHINE_ERRORS, SampleError
 from . import remote
-from .addresses import about_to_ask, is_remote, pread_all, system_path
+from .addresses import check_remote_read, is_remote, pread_all, system_path
 from .files import Stamp, read_at
 from .names import hint_of, other_forms, refuse_embedded
 from .reach import check_address, check_inside, hosts_of
@@ -201,12 +201,12 @@ class RemoteRef:
 
     def open(self) -> BinaryIO:
         """Videos are copied whole: players jump about in them."""
-        about_to_ask(self.address)
+        check_remote_read(self.address)
         with self._failures():
             return open(remote.image_copy_of(self.address), "rb")
 
     def _read(self, num_bytes: int | None) -> bytes:
-        about_to_ask(self.address)
+        check_remote_read(self.address)
         with self._failures():
             data = self._copied(num_bytes)
         if not data:

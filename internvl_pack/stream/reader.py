@@ -18,7 +18,7 @@ from ..batch.row import PackRow, Segment
 from ..config import PackingConfig
 from ..encode.images import tiles_over
 from ..encode.sample import Encoded
-from ..errors import SampleError, UserError, costs_one_sample
+from ..errors import SampleError, UserError, isolate_sample_errors
 from ..order.mixture import Mixture
 from ..plan.groups import Step, StepPlan, deal
 from ..plan.online import ALL_BAD_ROWS
@@ -225,7 +225,7 @@ class Reader:
         for fragment in pack.fragments:
             out = tiles[used : used + fragment.num_tiles]
             try:
-                with costs_one_sample(source=partial(self._segments.origin, fragment)):
+                with isolate_sample_errors(source=partial(self._segments.origin, fragment)):
                     segments.append(self._segments.segment(pack, fragment, out))
             except SampleError as error:
                 self._lose(fragment, error, progress)

@@ -29,7 +29,7 @@ from ..batch.row import Segment
 from ..encode.augment import recompress
 from ..encode.sample import Encoded, Encoder, PlannedImage
 from ..encode.tiles import TileGrid
-from ..errors import SampleError, UserError, costs_one_sample
+from ..errors import SampleError, UserError, isolate_sample_errors
 from ..plan.pack_file import PackRows, RowWriter, arrow_schema, parquet, write_json
 from ..plan.preset import PRESET, Preset, file_facts
 from ..plan.sequence import PlannedPack
@@ -133,11 +133,11 @@ def _stored_row(
     images: list[tuple[int, PlannedImage, bytes]] = []
     for at, fragment in enumerate(fragments):
         try:
-            with costs_one_sample(source=partial(segments.origin, fragment)):
+            with isolate_sample_errors(source=partial(segments.origin, fragment)):
                 encoded = segments.encoded(fragment)
                 images += [(at, image, image.ref.read()) for image in _images_of(encoded, fragment)]
         except SampleError as error:
-            told.append({"reason": error.reason, "detail": error.told})
+            told.append({"reason": error.reason, "detail": error.located_detail})
             ids.append(_NO_IDS)
             labels.append(_NO_IDS)
         else:
@@ -251,7 +251,7 @@ class StoredSegments:
         record = Record(name, stop - start, fragment.num_tiles, stored["num_loss_tokens"])
         tiles = self._encoder.decode(Encoded(record, ids, labels, images), epoch=self._epoch, out=out)
         if stored["data_augment"]:
-            with costs_one_sample(f"data_augment of {name}"):
+            with isolate_sample_errors(f"data_augment of {name}"):
                 recompress(tiles, name, self._epoch, fragment.tile_start)
         per_image = tuple(image.grid.num_tiles for image in images)
         place = (fragment.index, fragment.count)

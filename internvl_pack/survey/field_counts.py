@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..encode.fields import unknown_fields
-from ..errors import SampleError, costs_one_sample, without_traces
+from ..errors import SampleError, isolate_sample_errors, without_traces
 from ..sources import Source
 
 MAX_ROWS = 10_000
-"""Rows looked at of a dataset, spread over it: a field is rarely of few rows, and this takes a second."""
+"""Rows of a dataset to look at, spread evenly: few fields are in a handful of rows only, and this takes a second."""
 
 
 def count_unknown_fields(sources: Sequence[Source], max_rows: int = MAX_ROWS) -> Counter[str]:
@@ -23,7 +23,7 @@ def count_unknown_fields(sources: Sequence[Source], max_rows: int = MAX_ROWS) ->
         count = min(len(source), max_rows)
         for step in range(count):
             try:
-                with without_traces(), costs_one_sample():
+                with without_traces(), isolate_sample_errors():
                     data = source.read(step * len(source) // count).data
             except SampleError:  # counted by its reason where all rows are checked
                 continue
@@ -31,7 +31,7 @@ def count_unknown_fields(sources: Sequence[Source], max_rows: int = MAX_ROWS) ->
     return found
 
 
-def told(counts: Counter[str]) -> list[str]:
+def report_lines(counts: Counter[str]) -> list[str]:
     """A line for each field, the most frequent first."""
     return [
         f"passed over, as no such field is known: {name} ({count:,} records)" for name, count in counts.most_common()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..config import PackingConfig, check_budget
-from ..errors import SampleError, costs_one_sample
+from ..errors import SampleError, isolate_sample_errors
 from ..records import Record
 from ..samples import Samples
 from ..sources.shards import ShardSource
@@ -146,7 +146,7 @@ class Checker:
         """Why a row cannot be used, its pixels looked at; None for a good one."""
         encoder, source = self.samples.encoder, self.samples.sources[which]
         try:
-            with costs_one_sample(source=partial(source.origin, row)):
+            with isolate_sample_errors(source=partial(source.origin, row)):
                 encoded = encoder.encode(source.read(row), self.samples.specs[which])
                 self.config.cut(encoded.record, row, self._budget)
                 encoder.check_pixels(encoded)
@@ -190,7 +190,7 @@ class Checker:
     def _own_id(self, which: int, row: int) -> str | int | None:
         """The `id` that a record gives itself; None where it has none or cannot be read."""
         try:
-            with costs_one_sample():
+            with isolate_sample_errors():
                 raw = self.samples.sources[which].read(row)
                 return raw.data["id"] if raw.own_id is not None else None
         except SampleError:

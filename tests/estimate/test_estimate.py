@@ -18,7 +18,7 @@ from internvl_pack.estimate import epochs as estimate
 from internvl_pack.estimate.epochs import PackingEstimate, RunEstimate, estimate_epochs
 from internvl_pack.samples import Samples
 from internvl_pack.sources import load_meta, open_source
-from internvl_pack.sources.addresses import about_to_ask
+from internvl_pack.sources.addresses import check_remote_read
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader
 from internvl_pack.survey.workers import measure_all
@@ -121,17 +121,17 @@ def test_no_server_is_asked_for_more_than_a_few_samples(samples, monkeypatch):
     asked = []
 
     def fetching(self, dataset, row):
-        about_to_ask("https://somewhere/a.png")
+        check_remote_read("https://somewhere/a.png")
         asked.append(row)
         return encode(self, dataset, row)
 
     monkeypatch.setattr(Samples, "encode", fetching)
-    monkeypatch.setattr(estimate, "FAR_SAMPLES", 7)
+    monkeypatch.setattr(estimate, "REMOTE_SAMPLES", 7)
     dataset = dataset_of(samples)
     run = estimate_epochs(dataset, 1, 1)
     assert run.how == "estimated from 7 samples, since images are fetched by address"
     assert len(asked) == 7
-    monkeypatch.setattr(estimate, "FAR_SECONDS", -1.0)
+    monkeypatch.setattr(estimate, "REMOTE_SECONDS", -1.0)
     run = estimate_epochs(dataset_of(samples, survey_dir=None, max_packed_tokens=700), 1, 1)
     assert run.first.num_planned == 1 and len(asked) == 7  # what was fetched before is known
 

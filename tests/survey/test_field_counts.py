@@ -8,7 +8,7 @@ from factory import write_jsonl
 
 from internvl_pack.cli import main
 from internvl_pack.sources import load_meta, open_source
-from internvl_pack.survey.field_counts import count_unknown_fields, told
+from internvl_pack.survey.field_counts import count_unknown_fields, report_lines
 
 
 def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, capsys):
@@ -26,5 +26,5 @@ def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, ca
     assert count_unknown_fields(sources, max_rows=4)["made: sytem"] == 4
     assert main(["validate", str(meta), "--json"]) == 1
     out = capsys.readouterr().out.splitlines()
-    assert all(line in out for line in told(counts))
+    assert all(line in out for line in report_lines(counts))
     assert json.loads(out[-1])["unknown_fields"] == counts
