@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up and run the test suite. Arguments go to pytest: bash shell/test.sh tests/test_order.py -k seek
+# Set up and run the test suite. Arguments go to pytest: bash shell/test.sh tests/order -k seek
 #   bash shell/test.sh --fast    what starts no process and compiles nothing
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -25,8 +25,8 @@ SHARED = ROOT.parent / "shared"
 
 
 #: Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
-LONGEST = ("train_resume", "sharding", "compiled", "train_stop", "in_batch", "train_deepspeed", "sequence_parallel")
-LONGEST += ("train_evaluation", "lora", "docs_examples", "scenarios", "preset", "shell_launchers", "zero3", "experts")
+LONGEST = ("resume", "sharding", "compiled", "stop", "in_batch", "deepspeed", "sequence_parallel")
+LONGEST += ("evaluation", "lora", "examples", "ranks_and_workers", "preset", "launchers", "zero3", "experts")
 #: What a file of tests that starts processes or compiles has in it.
 STARTS = re.compile(
     r"subprocess|multiprocessing|num_workers|workers=|\"--workers\"|compile|deepspeed|finetune|launched"

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from factory import TINY, write_jsonl, write_meta
+from helpers.factory import TINY, write_jsonl, write_meta
 from helpers.model_samples import (
     SIZE,
     gradients,

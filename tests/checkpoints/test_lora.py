@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factory import write_jsonl
+from helpers.factory import write_jsonl
 from helpers.model_samples import mixed_segments, packed_batch, padded_batch, relative_error
 from helpers.original_samples import VISION_6B, chat_config, chat_logits, chat_weights, write_chat_checkpoint
 from safetensors.torch import load_file

@@ -6,7 +6,7 @@ import argparse
 import json
 
 import pytest
-from factory import write_jsonl
+from helpers.factory import write_jsonl
 
 from internvl_pack.commands._options import add_encoding, encode_config
 from internvl_pack.errors import UserError

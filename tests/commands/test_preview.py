@@ -6,16 +6,12 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import factory
+from helpers import factory
 
 from internvl_pack import cli
 from internvl_pack.batch.collate import PAD_ID

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factory import TINY, png, samples, write_jsonl, write_meta, write_shards
+from helpers.factory import TINY, png, samples, write_jsonl, write_meta, write_shards
 
 from internvl_pack.cli import main
 from internvl_pack.encode.conversation import image_names_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encode_samples import SPEC, BytesRef
+from helpers.encode_samples import SPEC, BytesRef
 
 from internvl_pack.encode import Encoder
 from internvl_pack.encode.images import decode_tiles, image_size_of

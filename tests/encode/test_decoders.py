@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from encode_samples import file_of, smooth_pixels
+from helpers.encode_samples import file_of, smooth_pixels
 from PIL import Image
 
 from internvl_pack.encode import EncodeConfig

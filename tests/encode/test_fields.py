@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from encode_samples import SPEC, jpeg, raw_sample
+from helpers.encode_samples import SPEC, jpeg, raw_sample
 
 from internvl_pack.encode import Encoder
 from internvl_pack.encode.fields import RECORD_FIELDS, SYSTEM_FIELDS, TRAINING_FLAGS, TURN_FIELDS, unknown_fields

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from encode_samples import SPEC, jpeg, raw_sample
+from helpers.encode_samples import SPEC, jpeg, raw_sample
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 

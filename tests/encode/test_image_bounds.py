@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bounded_decoding import CASES, KINDS
-from encode_samples import BytesRef, file_of, smooth_pixels
+from helpers.bounded_decoding import CASES, KINDS
+from helpers.encode_samples import BytesRef, file_of, smooth_pixels
 from PIL import Image
 
 from internvl_pack.encode.decoders import MAX_SCANS
@@ -24,7 +24,7 @@ MAX_SECONDS = 15  # 5 on an idle core; tests share theirs
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
-    script = Path(__file__).with_name("bounded_decoding.py")
+    script = Path(__file__).resolve().parents[1] / "helpers" / "bounded_decoding.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     return {case["name"]: case for case in map(json.loads, done.stdout.splitlines())}
 

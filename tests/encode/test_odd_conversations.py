@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from encode_samples import SPEC, jpeg, raw_sample
+from helpers.encode_samples import SPEC, jpeg, raw_sample
 
 from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.errors import SampleError

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from encode_samples import SPEC, raw_sample
+from helpers.encode_samples import SPEC, raw_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from factory import TINY, write_jsonl
+from helpers.factory import TINY, write_jsonl
 
 from internvl_pack.config import PackingConfig
 from internvl_pack.encode.sample import Encoder

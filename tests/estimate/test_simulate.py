@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from internvl_pack.cli import main
 from internvl_pack.config import PackingConfig

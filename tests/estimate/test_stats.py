@@ -12,10 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import factory
+from helpers import factory
 
 from internvl_pack import cli
 from internvl_pack.config import PackingConfig
@@ -228,7 +225,6 @@ def test_a_mistake_is_answered_by_one_line_and_exit_code_2(demo_dir, tokenizer_d
 
 
 def test_plots_without_matplotlib_are_refused_before_anything_is_read(demo_dir, capsys, monkeypatch, tmp_path):
-    import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory import TINY
-
+from helpers.factory import TINY
 from internvl_pack.config import PackingConfig
 from internvl_pack.ledger import Losses
 from internvl_pack.plan.preset import Preset

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factory import TINY, write_meta
+from helpers.factory import TINY, write_meta
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader
 from internvl_pack.model.attention import register_packed_attention

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from factory import write_jsonl
-from launched import losses, made_in
+from helpers.factory import write_jsonl
+from helpers.launched import losses, made_in
 
 from internvl_pack.cli import main as internvl_pack
 from internvl_pack.errors import UserError
@@ -145,7 +145,12 @@ def runs(made, tmp_path_factory) -> Path:
         given = [*of(made), "--output_dir", str(out / name), *COMMON, *evaluated, *options]
         series.append({"options": given, "unreadable": {"1": UNREADABLE} if name == "zero1" else {}})
     (out / "series.json").write_text(json.dumps(series))
-    command = [sys.executable, str(ROOT / "tests" / "finetune_series.py"), str(out / "series.json"), str(PROCESSES)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "helpers" / "finetune_series.py"),
+        str(out / "series.json"),
+        str(PROCESSES),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from factory import TINY, WORDS, png, write_jsonl, write_meta
+from helpers.factory import TINY, WORDS, png, write_jsonl, write_meta
 from helpers.presets import (
     CONFIG,
     files,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from factory import TINY, png, write_jsonl, write_meta, write_shards
+from helpers.factory import TINY, png, write_jsonl, write_meta, write_shards
 from helpers.presets import (
     CONFIG,
     files,

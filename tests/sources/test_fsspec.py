@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from factory import TINY, write_jsonl, write_meta, write_shards
+from helpers.factory import TINY, write_jsonl, write_meta, write_shards
 
 from internvl_pack import PackedDataset, PackingConfig, SampleError, UserError, build_loader
 from internvl_pack.cli import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from encode_samples import SPEC, jpeg
+from helpers.encode_samples import SPEC, jpeg
 
 from internvl_pack.encode import Encoder
 from internvl_pack.sources.hf import DatasetSource

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from factory import TINY, png, write_jsonl, write_meta, write_shards
+from helpers.factory import TINY, png, write_jsonl, write_meta, write_shards
 from PIL import Image
 
 from internvl_pack import PackedDataset, PackingConfig, SampleError, UserError, build_loader

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from factory import TINY, write_jsonl, write_shards
+from helpers.factory import TINY, write_jsonl, write_shards
 from torch.utils.data import DataLoader
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, packed_collate_fn
@@ -389,7 +389,7 @@ def test_an_image_that_is_damaged_after_the_survey_leaves_its_pack_by_id(tokeniz
 
 def test_a_row_that_is_another_sample_now_leaves_its_pack_by_id(tokenizer, tmp_path):
     """An image of another size makes other tiles: the survey, by the annotation's content, knows nothing of it."""
-    from factory import png
+    from helpers.factory import png
 
     meta = write_jsonl(tmp_path, 60)
     list(loader_of(meta, tokenizer))

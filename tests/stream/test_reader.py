@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import factory
 import pytest
 import torch
-from factory import TINY, write_jsonl, write_meta, write_shards
+from helpers import factory
+from helpers.factory import TINY, write_jsonl, write_meta, write_shards
 from helpers.presets import fingerprint, resume, saved, steps_of
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader

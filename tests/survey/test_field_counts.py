@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from factory import write_jsonl
+from helpers.factory import write_jsonl
 
 from internvl_pack.cli import main
 from internvl_pack.sources import load_meta, open_source

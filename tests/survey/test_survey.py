@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from factory import TINY, write_jsonl
+from helpers.factory import TINY, write_jsonl
 
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import SampleError, UserError

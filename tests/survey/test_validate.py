@@ -5,14 +5,10 @@ from __future__ import annotations
 import io
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from factory import TINY, write_jsonl, write_meta, write_shards
+from helpers.factory import TINY, write_jsonl, write_meta, write_shards
 from PIL import Image
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader

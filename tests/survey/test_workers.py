@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from factory import TINY, write_jsonl
+from helpers.factory import TINY, write_jsonl
 
 from internvl_pack.cli import main
 from internvl_pack.encode.sample import Encoder

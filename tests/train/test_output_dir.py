@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_train_arguments import DATA, MODEL, own_process  # noqa: F401  fixtures
-from test_train_finetune import made, summary_of, train  # noqa: F401  fixtures
+from helpers.runs import summary_of
 
 from train.options import parse
 
@@ -22,8 +21,9 @@ from train.options import parse
         (["--save_only_model", "True"], None),
     ],
 )
-def test_what_a_run_goes_on_from(words, expected, own_process):  # noqa: F811
-    *_, args = parse([*MODEL, *DATA, "--output_dir", "x", *words])
+def test_what_a_run_goes_on_from(words, expected, own_process, demo_dir):
+    given = ["--model_name_or_path", "m", "--meta_path", str(demo_dir / "meta.json"), "--output_dir", "x"]
+    *_, args = parse([*given, *words])
     assert args.resume_from_checkpoint == expected
 
 
@@ -31,7 +31,7 @@ def printed(capsys) -> str:
     return "".join(capsys.readouterr())
 
 
-def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tmp_path, capsys):  # noqa: F811
+def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tmp_path, capsys):
     options = ("--use_packed_ds", "True", "--save_steps", "1", "--lr_scheduler_type", "constant")
     assert train(*options, "--max_steps", "1") == 0
     capsys.readouterr()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import made_in, steps_made
+from helpers.launched import made_in, steps_made
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 15

@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from factory import TINY, write_jsonl
+from helpers.factory import TINY, write_jsonl
 
 from internvl_pack import PackedDataset, PackingConfig
 from internvl_pack.errors import UserError

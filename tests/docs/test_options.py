@@ -1,0 +1,158 @@
+"""The pages name options that exist, state the defaults that they have, and leave none of finetune.py's out."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from internvl_pack.cli import command_helps
+from train.arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
+from train.options import DROPPED, GONE, RENAMED
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+GROUPS = (ModelArguments, DataTrainingArguments, PackTrainingArguments)
+
+#: Of other programs that the pages call.
+FOREIGN = {"--gres", "--nproc_per_node", "--ntasks-per-node", "--shutdown-timeout", "--signal"}
+
+
+def finetune_defaults() -> dict[str, object]:
+    """Every option of finetune.py, transformers' own included, with its default."""
+    found = {}
+    for group in GROUPS:
+        for option in fields(group):
+            made = None if option.default_factory is MISSING else option.default_factory()
+            found[option.name] = made if option.default is MISSING else option.default
+    return found
+
+
+def known_options() -> set[str]:
+    """All that finetune.py, its programs and the commands of internvl-pack take, and what of InternVL's is answered."""
+    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False)
+    parsers = [parser]
+    for name in command_helps():
+        command = argparse.ArgumentParser()
+        importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}").configure(command)
+        parsers.append(command)
+    found = {word for p in parsers for action in p._actions for word in action.option_strings}
+    found |= {f"--{name}" for name in (*DROPPED, *GONE, *RENAMED)}
+    for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "train" / "make_tiny_model.py"]:
+        found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    return known_options()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_named_exist(page, known):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text))
+    assert sorted(named - known - FOREIGN) == []
+
+
+def rows_of_options(page: str) -> list[tuple[str, str]]:
+    """(option, stated default) of the tables that have both columns."""
+    found = []
+    for table in (ROOT / page).read_text(encoding="utf-8").split("| option | default |")[1:]:
+        for line in table.splitlines()[2:]:
+            if not line.startswith("|"):
+                break
+            names, stated = line.split("|")[1:3]
+            found += [(name, stated.strip()) for name in re.findall(r"`(\w+)`", names)]
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if rows_of_options(page)])
+def test_stated_defaults_are_the_defaults(page):
+    actual = finetune_defaults()
+    stated = rows_of_options(page)
+    assert {name: value for name, value in stated} == {
+        name: "none" if actual[name] is None else str(actual[name]) for name, _ in stated
+    }
+
+
+def test_every_option_of_ours_has_its_row():
+    ours = {option.name for group in GROUPS for option in fields(group)} - {o.name for o in fields(TrainingArguments)}
+    assert sorted(ours - {name for name, _ in rows_of_options("docs/options.md")}) == []
+
+
+def test_other_defaults_of_transformers_are_told():
+    theirs = {option.name: option for option in fields(TrainingArguments)}
+    changed = {
+        option.name: option.default
+        for option in fields(PackTrainingArguments)
+        if option.name in theirs and option.default != theirs[option.name].default
+    }
+    last = (ROOT / "docs/options.md").read_text(encoding="utf-8").split("\n\n")[-1]
+    assert dict(re.findall(r"`(\w+)` (\w+)", last.split(":", 1)[1])) == {k: str(v) for k, v in changed.items()}
+
+
+def test_figures_of_the_readme_stand_in_the_pages():
+    """Every number of its tables of figures is one of the page that the table links to."""
+    figures = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("packing.md", "performance.md"))
+    cells = [cell for line in figures.splitlines() if line.startswith("| ") for cell in line.split("|")[2:-1]]
+    numbers = {cell.strip(" *") for cell in cells if re.fullmatch(r"[ *]*\d[\d.,]+[ *]*", cell)}
+    assert len(numbers) >= 15
+    assert sorted(number for number in numbers if number not in pages) == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        text = (ROOT / page).read_text(encoding="utf-8")
+        targets = [(ROOT / page).parent / t for t in re.findall(r"\]\((?!https?:)([^)#\s]+)", text)]
+        waiting += [str(t.resolve().relative_to(ROOT)) for t in targets if t.suffix == ".md"]
+    assert sorted(set(PAGES) - reached) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_headings_lead_to_one(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text):
+        other = (ROOT / page).parent / target if target else ROOT / page
+        titles = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.M)
+        anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert heading in anchors, f"{target}#{heading}"
+
+
+def messages_of_the_code() -> list[str]:
+    """Every string of the programs, … where something is filled in."""
+    found = []
+    for path in (p for folder in ("internvl_pack", "train") for p in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sd]|%\.\d+f", "…", node.value))
+    for path in (ROOT / "shell").glob("*.sh"):
+        found += [re.sub(r"\$\{[^}]*\}|\$\w+", "…", line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return found
+
+
+def test_messages_that_are_explained_exist():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^`([^`]+)`", text, re.M)
+    code = messages_of_the_code()
+    assert len(explained) > 30
+    gone = []
+    for message in explained:
+        parts = [part.strip() for part in message.split("…") if len(part.strip()) > 3]
+        if not any(all(part in line for part in parts) for line in code):
+            gone.append(message)
+    assert gone == []

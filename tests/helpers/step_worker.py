@@ -1,0 +1,139 @@
+"""Fine-tuning runs in two processes, looked at step by step: `step_worker.py RUNS.json`.
+
+RUNS.json: a list of {"options": [options of finetune.py], "planted": [step, rank] of a NaN in a gradient, or null,
+"warm_up": whether to warm up, which finetune.py does where layers are compiled}.
+Writes into each run's output folder rank<r>.json: by step, marks of weights and optimizer states after it, the learning
+rate, whether it was skipped, and the ids of that rank's samples; losses and norms; what the log said; how often
+something was compiled; and of a row at the end, losses of its targets packed and a sample at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch._dynamo.config
+from accelerate.state import AcceleratorState
+from torch._dynamo.utils import counters
+from transformers import TrainerCallback
+
+from helpers.finetune_series import forked, import_all
+from helpers.model_samples import mixed_segments, packed_batch
+from internvl_pack.model import build
+from train.environment import set_up_logging, shut_down
+from train.finetune import prepare
+from train.options import parse
+from train.warm_up import WarmUp
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    seen = hashlib.sha256()
+    for tensor in tensors:
+        seen.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def marks(trainer: Any) -> dict[str, str]:
+    """Of what a step changes: weights as the model has them, and what the optimizer keeps of this rank."""
+    weights = [getattr(p, "ds_tensor", p.data) for p in trainer.model.parameters()]
+    optimizer = trainer.optimizer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    in_groups = [p for group in inner.param_groups for p in group["params"]]
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", in_groups)  # ZeRO-3 has its own
+    return {"weights": digest(weights), "states": digest(states), "masters": digest(masters)}
+
+
+class Watch(TrainerCallback):
+    def __init__(self, trainer: Any, planted_at: list[int] | None) -> None:
+        self.trainer, self.steps = trainer, []
+        self.compiled: list[int] = []  # graphs before the first step, and after each
+        self.step, self.rank = planted_at or (None, None)
+        compute_loss = trainer.compute_loss
+
+        def planted(*args: Any, **kwargs: Any) -> Any:
+            loss = compute_loss(*args, **kwargs)
+            if trainer.state.global_step + 1 == self.step and trainer.ranks.process == self.rank:
+                loss.register_hook(lambda gradient: gradient * torch.nan)
+            return loss
+
+        trainer.compute_loss = planted
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not state.global_step:
+            self.compiled.append(counters["stats"]["unique_graphs"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        self.compiled.append(counters["stats"]["unique_graphs"])
+        self.steps.append(
+            marks(trainer)
+            | {
+                "learning_rate": trainer.lr_scheduler.get_last_lr(),
+                "skipped": trainer.accelerator.optimizer_step_was_skipped,
+                "sample_ids": trainer.step_sample_ids,
+            }
+        )
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
+    """Losses of a row's targets by the model as it is wrapped: all samples at once, and each in a row of its own."""
+    model = trainer.model_wrapped
+    model.eval()
+    row = mixed_segments(trainer.processing_class)
+    with torch.no_grad():
+        packed = model(**packed_batch(row)).target_losses
+        alone = torch.cat([model(**packed_batch([segment])).target_losses for segment in row])
+    return alone.tolist(), packed.tolist()
+
+
+def run_all(runs: list[dict[str, Any]]) -> None:
+    set_up_logging()
+    torch._dynamo.config.recompile_limit = 64  # runs share what is compiled, and each adds a case or two
+    for run in runs:
+        told = Lines()
+        logging.getLogger("train").addHandler(told)
+        prepared = prepare(*parse(run["options"]))
+        trainer = prepared.trainer
+        watch = Watch(trainer, run["planted"])
+        trainer.add_callback(watch)
+        if run["warm_up"]:
+            trainer.add_callback(WarmUp(trainer, *trainer.loader.budget))
+        assert prepared.train() == 0
+        logging.getLogger("train").removeHandler(told)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        seen = {name: [entry[key] for entry in logs] for name, key in (("losses", "loss"), ("norms", "grad_norm"))}
+        seen |= {"steps": watch.steps, "lines": told.lines, "compiled": watch.compiled}
+        seen["alone"], seen["packed"] = alone_and_packed(trainer)
+        out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
+        out.write_text(json.dumps(seen), encoding="utf-8")
+        del prepared, trainer, watch
+        gc.collect()
+        AcceleratorState._reset_state()  # one DeepSpeed config a process is accelerate's rule
+    shut_down()
+
+
+if __name__ == "__main__":
+    import_all()
+    build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")  # Inductor needs a C++ compiler here
+    sys.exit(forked(run_all, json.loads(Path(sys.argv[1]).read_text()), 2))

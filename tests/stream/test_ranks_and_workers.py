@@ -1,0 +1,225 @@
+"""Twelve ways in which runs of other packers have gone wrong, each as it must go.
+
+R01 uneven ranks, R02 idle readers, R03 seeds that differ by rank, R04 persistent workers, R05 resume of
+buffered and prefetched packs, R06 other topologies, R07 saves at the edges, R08 late resume, R09 double
+sharding, R10 text-only ranks under ZeRO-3, R11 tensor-parallel peers, R12 memory over epochs.
+R05 and R07 are tests of stream/test_loader.py; R09 and R10 run in train/test_resume.py and train/test_deepspeed.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.factory import TINY, write_jsonl, write_meta, write_shards
+
+from internvl_pack.config import PackingConfig
+from internvl_pack.stream.dataset import PackedDataset
+from internvl_pack.stream.loader import PackLoader, build_loader
+from internvl_pack.stream.state import make_state, plan_of
+from train.trainer import defer_worker_death
+
+
+def make(meta, tokenizer, config, ranks=1, workers=0, **options) -> list[PackLoader]:
+    return [
+        build_loader(
+            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks),
+            num_workers=workers,
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def real_ids(batches) -> list[str]:
+    """Ids of the samples of batches; a split sample counts with its first fragment."""
+    return [
+        sample_id
+        for batch in batches
+        for sample_id, (index, _) in zip(batch["sample_ids"], batch["fragments"], strict=True)
+        if index == 0 and not sample_id.startswith("<")
+    ]
+
+
+def text_rows(path: Path, count: int) -> None:
+    """`count` short text-only rows, written quickly."""
+    with open(path, "w", encoding="utf-8") as lines:
+        for start in range(0, count, 10_000):
+            lines.write(
+                "".join(
+                    f'{{"conversations":[{{"from":"human","value":"q {i}"}},{{"from":"gpt","value":"a {i}"}}]}}\n'
+                    for i in range(start, min(count, start + 10_000))
+                )
+            )
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_r01_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path):
+    """Fewer samples than ranks' rows: some ranks have less, or nothing, and end with the others."""
+    meta = write_jsonl(tmp_path, rows)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    own = [list(loader) for loader in make(meta, tokenizer, config, ranks=4, accumulation=2)]
+    assert len({len(batches) for batches in own}) == 1
+    assert len({sum(batch["num_tokens"] for batch in batches) for batches in own}) > 1, "unequal, or nothing is tested"
+    fillers = [batch for batches in own for batch in batches if not batch["num_segments"]]
+    assert all(float(batch["loss_weight"].sum()) == 0.0 for batch in fillers) and (fillers or rows > 1)
+    seen = Counter(i for batches in own for i in real_ids(batches))
+    assert len(seen) == rows and set(seen.values()) == {1}
+
+
+def test_r02_more_readers_than_shards_all_have_something_or_end_quietly(tokenizer, tmp_path):
+    meta = write_shards(tmp_path, 15, per_shard=5)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    seen = Counter(i for loader in make(meta, tokenizer, config, ranks=2, workers=4) for i in real_ids(loader))
+    assert len(seen) == 15 and set(seen.values()) == {1}
+
+
+def test_r03_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path):
+    meta = write_shards(tmp_path, 64, per_shard=4)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    for epoch in range(2):
+        seen: Counter[str] = Counter()
+        for rank, loader in enumerate(make(meta, tokenizer, config, ranks=2, workers=2)):
+            torch.manual_seed(1234 + rank)
+            loader.set_epoch(epoch)
+            seen.update(real_ids(loader))
+        assert len(seen) == 64 and set(seen.values()) == {1}
+
+
+def test_r04_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 40)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    runs = []
+    for _ in range(2):
+        (loader,) = make(meta, tokenizer, config, workers=2, persistent_workers=True)
+        orders = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            orders.append(real_ids(loader))
+        runs.append(orders)
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1] and sorted(runs[0][0]) == sorted(runs[0][1])
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(4, 2), (1, 4), (2, 0), (2, 3)])
+def test_r06_a_state_of_2x4_readers_goes_on_with_any_other(ranks, workers, tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 80)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    first = make(meta, tokenizer, config, ranks=2, workers=4, accumulation=2)
+    before = []
+    for loader in first:
+        iterator = iter(loader)
+        before += real_ids(next(iterator) for _ in range(6))
+    after = []
+    for loader in make(meta, tokenizer, config, ranks=ranks, workers=workers, accumulation=4 // ranks):
+        loader.load_state_dict(first[0].state_dict())
+        after += real_ids(loader)
+    assert len(before) + len(after) == 80
+    assert len({*before, *after}) == 80
+
+
+def test_r08_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(tokenizer, tmp_path, monkeypatch):
+    rows = 1_000_000
+    text_rows(tmp_path / "big.jsonl", rows)
+    meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
+    config = PackingConfig(max_packed_tokens=4096)
+    (loader,) = make(meta, tokenizer, config)
+    next(iter(loader))
+    state = plan_of(loader.state_dict())
+    # As far as reading goes, a run at 90 % is a cursor, and samples and packs that wait.
+    reader, tables = state["sequence"]["reader"], (state["sequence"]["waiting"], state["pooled"])
+    shift = int(rows * 0.9) - reader["cursor"]
+    reader["cursor"] += shift
+    for table in tables:
+        table[:, 0] += shift  # Fragment.position
+    mixture, samples = loader.packed_dataset.mixture(0), loader.packed_dataset.samples
+    for table in tables:
+        for fragment in table:
+            record = samples.encode(*mixture.locate(int(fragment[0]))).record
+            fragment[4] = record.num_tokens  # Fragment.token_stop
+    (late,) = make(meta, tokenizer, config)
+    saved = make_state(0, late.packed_dataset.fingerprint(), state, late.losses.state_dict())
+    read = []
+    encoder = late.packed_dataset.encoder
+    monkeypatch.setattr(encoder, "decode", _counting(encoder.decode, read))
+    late.load_state_dict(json.loads(json.dumps(saved)))
+    started = time.perf_counter()
+    batch = next(iter(late))
+    assert time.perf_counter() - started < 5.0
+    assert len(read) == batch["num_segments"] > 10, "only the samples of the pack itself may be decoded"
+    assert not late.take_events()
+
+
+def _counting(decode, calls):
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return decode(*args, **kwargs)
+
+    return counted
+
+
+def test_r11_tensor_parallel_peers_get_the_same_packs_and_all_ranks_one_state(tokenizer, tmp_path):
+    """Four processes, two data ranks: the data rank is what a dataset is told."""
+    meta = write_jsonl(tmp_path, 60)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    peers = []
+    for process in range(4):
+        dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=process // 2, world_size=2)
+        loader = build_loader(dataset)
+        iterator = iter(loader)
+        peers.append((real_ids(next(iterator) for _ in range(6)), loader.state_dict()))
+    assert peers[0] == peers[1] and peers[2] == peers[3]
+    assert not set(peers[0][0]) & set(peers[2][0])
+    assert peers[0][1] == peers[2][1]
+
+
+def test_r12_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
+    """Rows are numpy offsets: no Python object a row, whose reference count would copy pages in workers."""
+    rows = 400_000
+    text_rows(tmp_path / "big.jsonl", rows)
+    meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
+    config = PackingConfig(max_packed_tokens=2048)
+    (loader,) = make(meta, tokenizer, config, workers=4, persistent_workers=True)
+    sizes = []
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        for number, _ in enumerate(loader):
+            if number == 120:
+                break
+        sizes.append(sum(_private_bytes(w.pid) for w in loader._iterator._workers))
+    # The first epoch warms up: caches of words and grids, which are bounded.
+    assert sizes[3] - sizes[1] < 16 * 2**20, f"private memory of four workers by epoch: {sizes}"
+
+
+def _private_bytes(pid: int) -> int:
+    """Anonymous memory of a process that it shares with nobody."""
+    total = 0
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("Private_Dirty"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.parametrize("seen_as", ["silence", "end of file"])
+def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, monkeypatch, seen_as):
+    def end_of_file(*_, **__):
+        raise EOFError
+
+    meta = write_jsonl(tmp_path, 200)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    (loader,) = make(meta, tokenizer, config, workers=2, persistent_workers=True)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker 1 \(pid \d+, SIGKILL"):
+        for number, _ in enumerate(loader):
+            if number == 3:
+                defer_worker_death()  # as the trainer does: else torch's signal handler raises wherever it finds us
+                os.kill(loader._iterator._workers[1].pid, 9)
+                if seen_as == "end of file":  # of the socket over which its tensors come, before it counts as dead
+                    monkeypatch.setattr(loader._iterator, "_try_get_data", end_of_file)
+    assert time.monotonic() - started < 60
