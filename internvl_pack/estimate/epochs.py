@@ -20,9 +20,9 @@ import numpy as np
 from ..config import PackingConfig
 from ..errors import RemoteDataError
 from ..order.mixture import Mixture
-from ..packing.bounds import LowerBounds
 from ..packing.budget import Budget
 from ..packing.cost import CostModel
+from ..packing.tally import PackTally
 from ..plan.groups import Step, StepPlan, deal
 from ..plan.online import OnlinePacks
 from ..plan.sequence import PlannedPack
@@ -46,7 +46,6 @@ FEW_SAMPLES = 1.5  # a pack: most packs hold one
 FULL = 0.9  # of the tiles: they are what ends a pack
 IDLE = 0.1  # of the places for packs in an epoch's steps
 CLOSE_FILL, CLOSE_SAMPLES = 0.05, 0.15  # how far packs may be from the estimate: of the budget, of the samples
-FILL_BINS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +241,12 @@ def follow_plan(
     Raises:
         UserError: a sample that must stop the run.
     """
-    bounds, fills = LowerBounds(budget), [0] * (FILL_BINS + 1)
-    packs = segments = tokens = tiles = not_full = empty = read = 0
+    tally = PackTally(budget)
+    not_full = empty = read = 0
     mean_costs = max_costs = evenness = 0.0
     seconds = -time.thread_time()
     while (step := plan.next_step()) is not None:
         seconds += time.thread_time()
-        packs += len(step.packs)
         not_full += len(step.packs) < plan.packs_per_step
         empty += not step.packs
         costs = _costs(step, budget, cost, num_ranks) if num_ranks > 1 else [1]
@@ -258,17 +256,7 @@ def follow_plan(
         if len(step.packs) == plan.packs_per_step:
             evenness += mean / dearest
         for pack in step.packs:
-            aligned = pack_tiles = 0
-            for fragment in pack.fragments:
-                size, held = fragment.num_tokens, fragment.num_tiles
-                bounds.add(size, held)
-                aligned += budget.aligned(size)
-                tokens += size
-                pack_tiles += held
-            tiles += pack_tiles
-            segments += len(pack.fragments)
-            fullest = max(aligned / budget.max_tokens, pack_tiles / budget.max_tiles if budget.max_tiles else 0.0)
-            fills[min(FILL_BINS, int(fullest * FILL_BINS))] += 1
+            tally.add(pack.fragments)
         if progress:
             progress(plan.ledger.samples_in - read)
             read = plan.ledger.samples_in
@@ -276,21 +264,21 @@ def follow_plan(
     seconds += time.thread_time()
     ledger = plan.ledger
     return PackingEstimate(
-        packs=packs,
+        packs=tally.packs,
         samples=ledger.samples_packed,
-        tokens=tokens,
-        tiles=tiles,
-        aligned_tokens=bounds.num_tokens,
-        segments=segments,
+        tokens=tally.tokens,
+        tiles=tally.tiles,
+        aligned_tokens=tally.aligned_tokens,
+        segments=tally.segments,
         split=ledger.counts["samples_split"],
-        bounds=bounds.all(),
+        bounds=tally.bounds.all(),
         steps=plan.num_steps,
         steps_not_full=not_full,
         steps_empty=empty,
         rank_efficiency=evenness / (plan.num_steps - not_full) if plan.num_steps > not_full else None,
         epoch_efficiency=mean_costs / max_costs if max_costs else None,
         refused=ledger.dropped + ledger.quarantined,
-        fills=tuple(fills),
+        fills=tuple(tally.fills),
         budget=(budget.max_tokens, budget.max_tiles),
         packs_per_step=plan.packs_per_step,
         num_ranks=num_ranks,

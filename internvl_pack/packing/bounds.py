@@ -21,13 +21,13 @@ for every d, of which the best is taken.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import ceil
 
 from internvl_pack.packing.budget import Budget
 
 DENSITIES = 24  # tokens-a-tile values that the joint bound tries
-GRAIN = 1024  # parts of the token budget that the joint bound tells apart; lengths are rounded down to them
+GRAIN = 1024  # resolution of the joint bound, in parts of the token budget; lengths are rounded down
 
 
 class LowerBounds:
@@ -53,23 +53,17 @@ class LowerBounds:
     def all(self) -> dict[str, int]:
         """Every bound by name."""
         budget = self.budget
-        bounds = {
+        return {
             "tokens, sum": -(-self.num_tokens // budget.max_tokens),
             "tiles, sum": -(-self.num_tiles // budget.max_tiles) if budget.max_tiles else 0,
             "tokens, large samples": large_bound(self._by_tokens, budget.max_tokens),
             "tiles, large samples": large_bound(self._by_tiles, budget.max_tiles) if budget.max_tiles else 0,
             "both budgets": joint_bound(self._by_both, self.num_tiles, budget) if budget.max_tiles else 0,
         }
-        return bounds
 
     def best(self) -> int:
         """The highest bound; at least 1 where there is anything to pack."""
         return max(*self.all().values(), int(self.num_tokens > 0))
-
-
-def sum_bound(sizes: Iterable[int], capacity: int) -> int:
-    """ceil(sum / capacity)."""
-    return -(-sum(sizes) // capacity)
 
 
 def large_bound(counts: Mapping[int, int], capacity: int) -> int:

@@ -13,49 +13,29 @@ early ones with the long samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
 
 from internvl_pack.packing.budget import Budget
+from internvl_pack.records import Fragment
 
 
-class Sized(Protocol):
-    """What a packer needs to know of a fragment."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_tiles(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Sized)
-
-
-def first_fit_shuffle(fragments: Sequence[Item], budget: Budget) -> list[list[Item]]:
-    """First fit in the given order, which is the epoch's shuffled one. Packs in the order they were opened."""
-    return _first_fit(fragments, budget)
-
-
-def first_fit_decreasing(fragments: Sequence[Item], budget: Budget) -> list[list[Item]]:
+def first_fit_decreasing(fragments: Sequence[Fragment], budget: Budget) -> list[list[Fragment]]:
     """First fit, largest share of its scarcer budget first; equal ones keep their order."""
 
-    def share(fragment: Item) -> float:
+    def share(fragment: Fragment) -> float:
         tiles = fragment.num_tiles / budget.max_tiles if budget.max_tiles else 0.0
         return max(budget.aligned(fragment.num_tokens) / budget.max_tokens, tiles)
 
-    return _first_fit(sorted(fragments, key=share, reverse=True), budget)
+    return first_fit_shuffle(sorted(fragments, key=share, reverse=True), budget)
 
 
-OFFLINE_POLICIES: dict[str, Callable[[Sequence[Item], Budget], list[list[Item]]]] = {
-    "first_fit_decreasing": first_fit_decreasing,
-    "first_fit_shuffle": first_fit_shuffle,
-}
+def first_fit_shuffle(fragments: Sequence[Fragment], budget: Budget) -> list[list[Fragment]]:
+    """First fit in the given order, which is the epoch's shuffled one. Packs in the order they were opened.
 
-
-def _first_fit(fragments: Iterable[Item], budget: Budget) -> list[list[Item]]:
-    """Raises ValueError for a fragment that fits into no pack: the splitter makes none."""
-    packs: list[list[Item]] = []
+    Raises:
+        ValueError: a fragment that fits into no pack; the splitter makes none.
+    """
+    packs: list[list[Fragment]] = []
     room = _Room()
     for fragment in fragments:
         if not budget.fits(fragment.num_tokens, fragment.num_tiles):
@@ -71,6 +51,9 @@ def _first_fit(fragments: Iterable[Item], budget: Budget) -> list[list[Item]]:
         packs[pack].append(fragment)
         room.take(pack, needs)
     return packs
+
+
+OFFLINE_POLICIES = {"first_fit_decreasing": first_fit_decreasing, "first_fit_shuffle": first_fit_shuffle}
 
 
 class _Room:

@@ -79,7 +79,6 @@ class Packer(Generic[Item]):
         self._waiting = Waiting([], [], [])
         self._born: list[int] = []  # packs that had been built when each item came
         self._tokens = self._tiles = 0  # that wait, aligned
-        self._most = 0  # items that ever waited at once
 
     @property
     def full(self) -> bool:
@@ -93,11 +92,6 @@ class Packer(Generic[Item]):
     def waiting(self) -> list[Item]:
         """What is in no pack yet, oldest first."""
         return list(self._items)
-
-    @property
-    def longest_wait(self) -> int:
-        """Packs built between a fragment's `add` and its own pack, at most, if `full` stops the adding."""
-        return self.buffer_size + max(self.buffer_size, self._most)
 
     def add(self, item: Item) -> None:
         """Give the packer one more fragment.
@@ -124,7 +118,6 @@ class Packer(Generic[Item]):
         self._born.append(self.num_built)
         self._tokens += tokens
         self._tiles += num_tiles
-        self._most = max(self._most, len(self._items))
 
     def pop(self) -> tuple[int, list[Item]]:
         """(cost, fragments) of the next pack, the fragments in the order in which they came; something must wait."""
@@ -157,7 +150,6 @@ class Packer(Generic[Item]):
         tokens = [self.budget.aligned(item.num_tokens) for item in waiting]
         self._waiting = Waiting(tokens, [item.num_tiles for item in waiting], [self._balance.square(n) for n in tokens])
         self._tokens, self._tiles = sum(tokens), sum(self._waiting.tiles)
-        self._most = len(self._items)
         self._born = list(state["born"])
         self.num_built = state["built"]
         self._balance.figures = dict(state["figures"])

@@ -44,7 +44,7 @@ def split(
         position: the sample's place in the epoch's order, copied into the fragments.
         oversize: what to do with a sample that exceeds the budget:
             `split` at turn borders, else between tokens of text; `truncate` to the longest prefix that
-            fits (tokens after it are not trained, see `truncated_tokens`); `drop` it; `error`.
+            fits (tokens after it are not trained); `drop` it; `error`.
         max_segment_tokens: a limit on one fragment's tokens besides the budget's, such as the model's
             longest position.
         repeat_system_prompt: begin every fragment but the first with the system turn's tokens
@@ -112,11 +112,6 @@ def split(
         )
         for index, (start, stop) in enumerate(pairwise(cuts))
     ]
-
-
-def truncated_tokens(record: Record, fragments: list[Fragment]) -> int:
-    """Tokens of the sample that are in none of its fragments (`oversize="truncate"`)."""
-    return record.num_tokens - fragments[-1].token_stop
 
 
 def _can_repeat(record: Record, layout: _Layout, room: int) -> bool:

@@ -19,9 +19,9 @@ from ..errors import UserError
 from ..order.mixture import Mixture
 from ..order.permutation import Permutation, derive_seed
 from ..packing.balance import Balance
-from ..packing.bounds import LowerBounds
 from ..packing.cost import CostModel
 from ..packing.offline import OFFLINE_POLICIES
+from ..packing.tally import PackTally
 from ..records import Fragment
 from ..samples import Samples
 from ..survey.survey import Survey
@@ -198,7 +198,7 @@ class _Writer:
             row |= {"tokens_read": read["tokens_in"], "tokens_cut_off": read["tokens_cut_off"]}
             row["split_positions"], row["split_counts"] = list(new_parts)[::-1], list(new_parts.values())[::-1]
             packs.add(row)
-            self.figures.add(pack, row)
+            self.figures.add(pack)
             for fragment in pack.fragments:
                 ledger.pack(fragment)
             before = ledger.counts.copy()
@@ -241,43 +241,38 @@ class _Figures:
 
     def __init__(self, config: PackingConfig) -> None:
         self._config = config
-        self._bounds = LowerBounds(config.budget())
-        self._sums: Counter[str] = Counter()
+        self._tally = PackTally(config.budget())
         self._lengths: Counter[int] = Counter()  # segments by the power of two that they reach
         self.refused: Counter[str] = Counter()
         self.example = ""
 
     @property
     def packs(self) -> int:
-        return self._sums["packs"]
+        return self._tally.packs
 
-    def add(self, pack: PlannedPack, row: Mapping[str, Any]) -> None:
-        names = ("num_tokens", "num_padded_tokens", "num_tiles")
-        self._sums.update({name: row[name] for name in names}, packs=1, segments=len(pack.fragments))
-        self._sums["samples"] += sum(f.index == 0 for f in pack.fragments)
-        for num_tokens, num_tiles in zip(row["lengths"], row["tiles"], strict=True):
-            self._lengths[num_tokens.bit_length() - 1] += 1
-            self._bounds.add(num_tokens, num_tiles)
+    def add(self, pack: PlannedPack) -> None:
+        self._tally.add(pack.fragments)
+        self._lengths.update(fragment.num_tokens.bit_length() - 1 for fragment in pack.fragments)
 
     def refuse(self, refused: Mapping[str, Any]) -> None:
         self.refused[refused["reason"]] += 1
         self.example = self.example or f"{refused['sample_id']}: {refused['detail']}"
 
     def as_json(self) -> dict[str, Any]:
-        s, config, packs, bound = self._sums, self._config, self.packs, self._bounds.best()
+        tally, config, packs, bound = self._tally, self._config, self.packs, self._tally.bounds.best()
         capacity = packs * config.max_packed_tokens
         return {
-            "samples": s["samples"],
+            "samples": tally.samples,
             "refused": dict(sorted(self.refused.items())),
             "packs": packs,
             "packs_bound": bound,
             "packs_over_bound": round(packs / bound, 6),
-            "tokens": s["num_tokens"],
-            "tiles": s["num_tiles"],
-            "token_fill": round(s["num_tokens"] / capacity, 6),
-            "token_fill_with_alignment": round(s["num_padded_tokens"] / capacity, 6),
-            "alignment_padding": s["num_padded_tokens"] - s["num_tokens"],
-            "tile_fill": round(s["num_tiles"] / (packs * config.num_images_expected), 6),
-            "segments": s["segments"],
+            "tokens": tally.tokens,
+            "tiles": tally.tiles,
+            "token_fill": round(tally.tokens / capacity, 6),
+            "token_fill_with_alignment": round(tally.aligned_tokens / capacity, 6),
+            "alignment_padding": tally.aligned_tokens - tally.tokens,
+            "tile_fill": round(tally.tiles / (packs * config.num_images_expected), 6),
+            "segments": tally.segments,
             "segment_tokens_by_power_of_two": {f"{1 << k}-{(2 << k) - 1}": n for k, n in sorted(self._lengths.items())},
         }

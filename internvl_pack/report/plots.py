@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..estimate.epochs import FILL_BINS, PackingEstimate
+from ..estimate.epochs import PackingEstimate
 from ..estimate.stats import PADDED_BATCHES, Stats
+from ..packing.tally import FILL_BINS
 from . import page
 from .page import short
 from .rows import datasets_of, of_dataset, of_policy
