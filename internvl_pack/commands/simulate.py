@@ -10,7 +10,8 @@ from typing import Any
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..estimate.simulate import LengthTable, Simulation, read_lengths, simulate, surveyed_lengths
+from ..estimate.epochs import PackingEstimate
+from ..estimate.simulate import LengthTable, read_lengths, report, simulate, surveyed_lengths
 from ..estimate.suggest import TOKEN_BUDGETS, suggest
 from ..packing.cost import SIZES, CostModel
 from ..packing.policies import POLICIES
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return _suggest(lengths, config, cost, largest_image, args)
     result = simulate(lengths, config, cost, num_ranks=args.ranks, packs_per_step=args.global_batch)
     if args.json:
-        print(json.dumps(result.report()))
+        print(json.dumps(report(result)))
     else:
         print("\n".join(_table(result, args)))
     return 0
@@ -123,32 +124,31 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
     return surveyed_lengths(survey, samples.mixture(config, 0)), encode.max_dynamic_patch + encode.use_thumbnail
 
 
-def _table(result: Simulation, args: argparse.Namespace) -> list[str]:
-    report, epoch = result.report(), result.epoch
+def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
+    r = report(epoch)
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(epoch.refused.items()))
     lines = [
         f"{epoch.budget[0]:,} tokens and {epoch.budget[1]} tiles a row, policy {args.policy}, look-ahead "
         f"{args.buffer_size}",
         "",
-        f"samples              {report['samples']:>12,}   {report['split']:,} of them split; dropped "
-        f"{report['dropped']:,}{f' ({dropped})' if dropped else ''}",
-        f"fragments            {report['fragments']:>12,}",
-        f"packs                {report['packs']:>12,}   last ones included",
-        f"lower bound          {report['lower_bound']:>12,}   no packer can do with fewer",
+        f"samples              {r['samples']:>12,}   {r['split']:,} of them split; dropped "
+        f"{r['dropped']:,}{f' ({dropped})' if dropped else ''}",
+        f"fragments            {r['fragments']:>12,}",
+        f"packs                {r['packs']:>12,}   last ones included",
+        f"lower bound          {r['lower_bound']:>12,}   no packer can do with fewer",
     ]
     lines += [f"  {name:<25}{bound:>8,}" for name, bound in epoch.bounds.items()]
     lines += [
-        f"packs over bound     {report['packs_over_bound']:>12.4f}",
-        f"tokens filled        {report['token_fill']:>12.2%}",
-        f"tiles filled         {report['tile_fill']:>12.2%}",
-        f"time a sample        {report['us_per_sample']:>12.1f}   microseconds of one core",
-        f"wait                 {report['max_wait_samples']:>12,}   samples at most, "
-        f"{report['p99_wait_samples']:,} for 99 %",
-        f"steps                {report['steps']:>12,}   of {epoch.packs_per_step:,} packs on {epoch.num_ranks:,} "
-        f"ranks; {report['steps_not_full']:,} not full, {report['steps_empty']:,} empty",
-        f"steps over bound     {report['steps_over_bound']:>12.4f}",
-        f"rank efficiency      {report['rank_efficiency']:>12.3f}   mean over max cost of a step, {args.model_size}",
-        f"  whole epoch        {report['epoch_efficiency']:>12.3f}   its last step, which may not be full, included",
+        f"packs over bound     {r['packs_over_bound']:>12.4f}",
+        f"tokens filled        {r['token_fill']:>12.2%}",
+        f"tiles filled         {r['tile_fill']:>12.2%}",
+        f"time a sample        {r['us_per_sample']:>12.1f}   microseconds of one core",
+        f"wait                 {r['max_wait_samples']:>12,}   samples at most, {r['p99_wait_samples']:,} for 99 %",
+        f"steps                {r['steps']:>12,}   of {epoch.packs_per_step:,} packs on {epoch.num_ranks:,} "
+        f"ranks; {r['steps_not_full']:,} not full, {r['steps_empty']:,} empty",
+        f"steps over bound     {r['steps_over_bound']:>12.4f}",
+        f"rank efficiency      {r['rank_efficiency']:>12.3f}   mean over max cost of a step, {args.model_size}",
+        f"  whole epoch        {r['epoch_efficiency']:>12.3f}   its last step, which may not be full, included",
     ]
     return lines
 
@@ -175,7 +175,7 @@ def _suggest(
                     "max_packed_tokens": trial.max_tokens,
                     "num_images_expected": trial.max_tiles,
                     "worth": trial.worth,
-                    **trial.simulation.report(),
+                    **trial.report,
                 }
                 for trial in found.trials
             ],
@@ -184,7 +184,7 @@ def _suggest(
         return 0
     print("tokens  tiles   packs  over bound  tokens full  tiles full   steps  over bound  ranks even  of use")
     for trial in found.trials:
-        r = trial.simulation.report()
+        r = trial.report
         mark = "  <-" if trial is chosen else ""
         print(
             f"{trial.max_tokens:>6} {trial.max_tiles:>6} {r['packs']:>7,} {r['packs_over_bound']:>11.4f} "

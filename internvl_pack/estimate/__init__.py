@@ -1,1 +1,1 @@
-"""What packing will do, told before a run: steps of epochs, budgets tried on lengths, statistics of the data."""
+"""What packing will do, estimated before a run: steps of epochs, budgets tried on lengths, statistics of the data."""

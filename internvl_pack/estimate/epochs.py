@@ -3,7 +3,7 @@
     estimate_epochs: the plan of each epoch, followed to its end            -> exact
                      or of positions evenly apart, packed as one epoch is   -> scaled up to the epoch
 
-`follow_plan` is what all that tell of packs have in common: training's first line, `stats` and `simulate`.
+`follow_plan` is common to all that report packs: training's first line, `stats` and `simulate`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from ..packing.budget import Budget
 from ..packing.cost import CostModel
 from ..packing.tally import PackTally
 from ..plan.groups import Step, StepPlan, deal
-from ..plan.online import OnlinePacks
+from ..plan.online import Lengths, OnlinePacks, SampleId
 from ..plan.sequence import PlannedPack
 from ..sources.addresses import local_only
 
 if TYPE_CHECKING:
     from ..stream.dataset import PackedDataset
-    from ..survey.survey import Survey
 
 EXACT_SECONDS = 10.0  # what counting all epochs may take
 PLANNED_A_SECOND = 25_000  # samples; benchmarks/plan.py
@@ -70,6 +69,7 @@ class PackingEstimate:
         exact: whether they were counted.
         num_planned: samples that were planned for it.
         plan_seconds: of one core, that planning them took.
+        waits: fragments by the samples that were read between them and their pack; empty for a written preset.
     """
 
     packs: float
@@ -94,6 +94,7 @@ class PackingEstimate:
     exact: bool = False
     num_planned: int = 0
     plan_seconds: float = 0.0
+    waits: Counter[int] = field(default_factory=Counter)
 
     @property
     def bound(self) -> float:
@@ -176,7 +177,7 @@ class PackingEstimate:
         return None
 
     def differs(self, other: PackingEstimate) -> bool:
-        """Whether what came is not what was told."""
+        """Whether the packs that came differ from those that were estimated."""
         return (
             abs(self.token_fill - other.token_fill) > CLOSE_FILL
             or abs(self.tile_fill - other.tile_fill) > CLOSE_FILL
@@ -473,6 +474,7 @@ def _estimated(
     assert dataset.survey is not None, "a preset is counted"
     return estimate_spread(
         dataset.survey,
+        dataset.survey.samples.sample_id,
         spread,
         dataset.config,
         dataset.cost_model,
@@ -483,7 +485,8 @@ def _estimated(
 
 
 def estimate_spread(
-    survey: Survey,
+    survey: Lengths,
+    sample_id: SampleId,
     spread: Spread,
     config: PackingConfig,
     cost: CostModel,
@@ -496,13 +499,19 @@ def estimate_spread(
     """An epoch by the packs of the positions in `spread`, scaled up where these are not all of it.
 
     Args:
-        stops: False counts bad samples that would stop a run.
+        survey, sample_id, stops: see `SampleReader`.
+        packs_per_step: ranks x accumulation x packs a batch.
+        progress: called with the samples that were planned since the last call.
+
+    Raises:
+        UserError: a sample that must stop the run.
     """
-    packs = WatchedPacks(survey, spread, survey.samples.sample_id, config, cost, stops=stops)
+    packs = WatchedPacks(survey, spread, sample_id, config, cost, stops=stops)
     balanced = config.packing and config.shuffle
     plan = StepPlan(packs, packs_per_step, seed=config.seed, epoch=spread.of_epoch, balanced=balanced)
     policy = config.packing_policy if config.packing else "single"
     seen = follow_plan(plan, config.budget(), cost, num_ranks=num_ranks, policy=policy, progress=progress)
+    seen = replace(seen, waits=packs.waits)
     if spread.is_whole:
         return seen
     scale = spread.num_positions / len(spread)

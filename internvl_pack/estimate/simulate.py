@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import numpy as np
@@ -18,11 +16,11 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..order.mixture import Mixture, MixturePart
 from ..packing.cost import CostModel
-from ..plan.groups import StepPlan
+from ..packing.tally import quantile
 from ..records import Span
 from ..survey.survey import PART, Part, Survey
 from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, Note
-from .epochs import PackingEstimate, WatchedPacks, follow_plan
+from .epochs import PackingEstimate, Spread, estimate_spread
 
 TOKENS_A_TILE = 256
 
@@ -36,7 +34,7 @@ class LengthTable:
 
     Args:
         tokens, tiles: int64 (rows,).
-        images: int64 (rows,), 0 where not known; None where notes tell.
+        images: int64 (rows,), 0 where not known; None where notes have it.
         note: of a row that may have to be cut, or is refused.
         order: int64 (samples,), which row stands at each position; None takes them as they come.
     """
@@ -128,36 +126,28 @@ def surveyed_lengths(survey: Survey, mixture: Mixture) -> LengthTable:
     return LengthTable(tokens, tiles, note=note, order=starts[datasets] + rows)
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """What packing an epoch of lengths came to, and how many samples were read between a fragment and its pack."""
-
-    epoch: PackingEstimate
-    waits: Counter[int]
-
-    def report(self) -> dict[str, int | float]:
-        """What `internvl-pack simulate --json` prints."""
-        epoch = self.epoch
-        return {
-            "samples": epoch.num_planned,
-            "packs": int(epoch.packs),
-            "lower_bound": int(epoch.bound),
-            "packs_over_bound": epoch.packs_over_bound,
-            "token_fill": epoch.aligned_tokens / max(1, epoch.packs * epoch.budget[0]),
-            "tile_fill": epoch.tiles / max(1, epoch.packs * epoch.budget[1]),
-            "us_per_sample": 1e6 * epoch.plan_seconds / max(1, epoch.num_planned),
-            "max_wait_samples": max(self.waits, default=0),
-            "p99_wait_samples": _quantile(self.waits, 0.99),
-            "split": int(epoch.split),
-            "dropped": epoch.refused.total(),
-            "fragments": int(epoch.segments),
-            "steps": epoch.steps,
-            "steps_over_bound": epoch.steps_over_bound,
-            "steps_not_full": epoch.steps_not_full,
-            "steps_empty": epoch.steps_empty,
-            "rank_efficiency": epoch.rank_efficiency or epoch.epoch_efficiency or 1.0,
-            "epoch_efficiency": epoch.epoch_efficiency or 1.0,
-        }
+def report(epoch: PackingEstimate) -> dict[str, int | float]:
+    """What `internvl-pack simulate --json` prints."""
+    return {
+        "samples": epoch.num_planned,
+        "packs": int(epoch.packs),
+        "lower_bound": int(epoch.bound),
+        "packs_over_bound": epoch.packs_over_bound,
+        "token_fill": epoch.aligned_tokens / max(1, epoch.packs * epoch.budget[0]),
+        "tile_fill": epoch.tiles / max(1, epoch.packs * epoch.budget[1]),
+        "us_per_sample": 1e6 * epoch.plan_seconds / max(1, epoch.num_planned),
+        "max_wait_samples": max(epoch.waits, default=0),
+        "p99_wait_samples": quantile(epoch.waits, 0.99),
+        "split": int(epoch.split),
+        "dropped": epoch.refused.total(),
+        "fragments": int(epoch.segments),
+        "steps": epoch.steps,
+        "steps_over_bound": epoch.steps_over_bound,
+        "steps_not_full": epoch.steps_not_full,
+        "steps_empty": epoch.steps_empty,
+        "rank_efficiency": epoch.rank_efficiency or epoch.epoch_efficiency or 1.0,
+        "epoch_efficiency": epoch.epoch_efficiency or 1.0,
+    }
 
 
 def simulate(
@@ -167,7 +157,7 @@ def simulate(
     *,
     num_ranks: int = 64,
     packs_per_step: int | None = None,
-) -> Simulation:
+) -> PackingEstimate:
     """An epoch of these lengths, in their order.
 
     Args:
@@ -186,20 +176,15 @@ def simulate(
         raise UserError(
             f"--global_batch {packs_per_step} is less than --ranks {num_ranks}: each rank trains a pack a step"
         )
-    packs = WatchedPacks(lengths, lengths.mixture(), lambda _, row: f"row {row + 1}", config, cost)
-    plan = StepPlan(packs, packs_per_step, seed=config.seed, epoch=0)
-    epoch = follow_plan(plan, config.budget(), cost, num_ranks=num_ranks, policy=config.packing_policy)
-    return Simulation(epoch, packs.waits)
-
-
-def _quantile(counts: Counter[int], share: float) -> int:
-    """The smallest value that `share` of the counted values do not exceed."""
-    total, seen = sum(counts.values()), 0
-    for value in sorted(counts):
-        seen += counts[value]
-        if seen >= share * total:
-            return value
-    return 0
+    return estimate_spread(
+        lengths,
+        lambda _, row: f"row {row + 1}",
+        Spread(lengths.mixture(), len(lengths)),
+        config,
+        cost,
+        packs_per_step=packs_per_step,
+        num_ranks=num_ranks,
+    )
 
 
 def read_lengths(lines: TextIO, name: str) -> LengthTable:

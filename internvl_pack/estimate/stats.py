@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..config import PackingConfig
+from ..order.mixture import Mixture
 from ..packing.cost import CostModel
+from ..packing.tally import quantile
 from ..samples import Samples
 from ..survey.survey import Survey
 from ..survey.table import REFUSED, Lengths, Measured
@@ -55,20 +58,11 @@ class Distribution:
     def total(self) -> int:
         return sum(value * count for value, count in self.counts.items())
 
-    def quantile(self, share: float) -> int:
-        """The smallest value that at least `share` of the counted values do not exceed; 0 where there is none."""
-        need, seen = share * self.counts.total(), 0
-        for value in sorted(self.counts):
-            seen += self.counts[value]
-            if seen >= need:
-                return value
-        return 0
-
     def summary(self) -> dict[str, float]:
         """Total, mean and QUANTILES by name."""
         number = self.counts.total()
         return {"total": self.total, "mean": self.total / number if number else 0.0} | {
-            name: self.quantile(share) for name, share in QUANTILES.items()
+            name: quantile(self.counts, share) for name, share in QUANTILES.items()
         }
 
 
@@ -233,25 +227,19 @@ def padded_share(counts: Mapping[int, float], batch_size: int) -> float:
 # -- measuring -----------------------------------------------------------------------------------------
 
 
-class Measurer:
-    """Measures rows into the survey. Picklable, for workers."""
-
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
-
-    def measure(self, which: int, start: int, stop: int) -> tuple[int, int, list[tuple[str, str]]]:
-        """Rows [start, stop): (supervised tokens, images, (reason, detail) of the bad ones)."""
-        loss_tokens = images = 0
-        found: list[Measured] = []
-        for row in range(start, stop):
-            measured, encoded = self.survey.measured(which, row)
-            found.append(measured)
-            if encoded is not None:
-                loss_tokens += encoded.record.num_loss_tokens
-                images += len(encoded.images)
-        self.survey.tables[which].put(range(start, stop), found)
-        errors = [one.note.error for one in found if one.note is not None and one.note.error is not None]
-        return loss_tokens, images, [(reason, f"{at}: {detail}" if at else detail) for reason, detail, at in errors]
+def _measure(survey: Survey, which: int, start: int, stop: int) -> tuple[int, int, list[tuple[str, str]]]:
+    """Rows [start, stop) into the survey: (supervised tokens, images, (reason, detail) of the bad ones)."""
+    loss_tokens = images = 0
+    found: list[Measured] = []
+    for row in range(start, stop):
+        measured, encoded = survey.measured(which, row)
+        found.append(measured)
+        if encoded is not None:
+            loss_tokens += encoded.record.num_loss_tokens
+            images += len(encoded.images)
+    survey.tables[which].put(range(start, stop), found)
+    errors = [one.note.error for one in found if one.note is not None and one.note.error is not None]
+    return loss_tokens, images, [(reason, f"{at}: {detail}" if at else detail) for reason, detail, at in errors]
 
 
 # -- all of it -----------------------------------------------------------------------------------------
@@ -288,6 +276,41 @@ def gather(
     mixture = samples.mixture(config, 0)
     samples.check_some(len(mixture))
     survey = Survey(samples, config.room, root)
+    datasets, examples = _measured(survey, mixture, num_workers, follow)
+    spread, cost = Spread(mixture, planned_samples), CostModel.from_name(config.cost_model)
+    policies = tuple(dict.fromkeys((config.packing_policy, *POLICIES)))
+    planned = partial(
+        estimate_spread,
+        survey,
+        samples.sample_id,
+        spread,
+        cost=cost,
+        packs_per_step=packs_per_step,
+        num_ranks=num_ranks,
+        stops=False,
+    )
+
+    def packed() -> Iterator[tuple[int, tuple[str, PackingEstimate]]]:
+        for policy in policies:
+            single = policy == "single"
+            by_policy = replace(config, packing=not single, packing_policy=config.packing_policy if single else policy)
+            yield len(spread), (policy, planned(by_policy))
+
+    return Stats(
+        config=config,
+        packs_per_step=packs_per_step,
+        datasets=datasets,
+        examples=examples,
+        predictions=dict(follow("packing", len(policies) * len(spread), packed())),
+        scatter=_scatter(survey),
+    )
+
+
+def _measured(
+    survey: Survey, mixture: Mixture, num_workers: int, follow: Follow
+) -> tuple[list[DatasetStats], dict[str, list[str]]]:
+    """(each dataset's rows, details of the first bad samples by reason), of all rows of the survey's data."""
+    samples = survey.samples
     datasets = [
         DatasetStats(spec.name, positions=count) for spec, count in zip(samples.specs, mixture.counts, strict=True)
     ]
@@ -306,36 +329,13 @@ def gather(
         for which, source in enumerate(samples.sources)
         for start in range(0, len(source), CHUNK_ROWS)
     )
-    measured = in_order(Measurer(survey).measure, chunks, num_workers)
+    measured = in_order(partial(_measure, survey), chunks, num_workers)
     steps = ((task[2] - task[1], (task, result)) for task, result in measured)
     for (which, start, stop), (loss_tokens, images, bad) in follow("measuring", samples.num_rows, steps):
         datasets[which].add(survey.tables[which].lengths(np.arange(start, stop)), loss_tokens, images)
         for reason, detail in bad:
             count_bad(datasets[which], reason, detail)
-
-    predictions: dict[str, PackingEstimate] = {}
-    spread, cost = Spread(mixture, planned_samples), CostModel.from_name(config.cost_model)
-    policies = tuple(dict.fromkeys((config.packing_policy, *POLICIES)))
-
-    def packed() -> Iterator[tuple[int, tuple[str, PackingEstimate]]]:
-        for policy in policies:
-            single = policy == "single"
-            by_policy = replace(config, packing=not single, packing_policy=config.packing_policy if single else policy)
-            found = estimate_spread(
-                survey, spread, by_policy, cost, packs_per_step=packs_per_step, num_ranks=num_ranks, stops=False
-            )
-            yield len(spread), (policy, found)
-
-    for policy, prediction in follow("packing", len(policies) * len(spread), packed()):
-        predictions[policy] = prediction
-    return Stats(
-        config=config,
-        packs_per_step=packs_per_step,
-        datasets=datasets,
-        examples=dict(sorted(examples.items())),
-        predictions=predictions,
-        scatter=_scatter(survey),
-    )
+    return datasets, dict(sorted(examples.items()))
 
 
 def _scatter(survey: Survey) -> list[np.ndarray]:

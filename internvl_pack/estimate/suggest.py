@@ -19,7 +19,8 @@ import numpy as np
 from ..config import PackingConfig
 from ..errors import UserError
 from ..packing.cost import CostModel
-from .simulate import LengthTable, Simulation, simulate
+from .epochs import PackingEstimate
+from .simulate import LengthTable, report, simulate
 
 CLOSE = 0.01
 TOKEN_BUDGETS = (4096, 8192, 16384, 32768)
@@ -32,21 +33,23 @@ class Trial:
 
     max_tokens: int
     max_tiles: int
-    simulation: Simulation
+    epoch: PackingEstimate
+
+    @property
+    def report(self) -> dict[str, int | float]:
+        return report(self.epoch)
 
     @property
     def fill(self) -> float:
         """Of the budget that binds."""
-        report = self.simulation.report()
-        return max(report["token_fill"], report["tile_fill"])
+        return max(self.report["token_fill"], self.report["tile_fill"])
 
     @property
     def worth(self) -> float:
-        epoch = self.simulation.epoch
+        epoch = self.epoch
         steps = epoch.packs / epoch.packs_per_step
         kept = 1 - epoch.refused.total() / epoch.num_planned
-        even = self.simulation.report()["rank_efficiency"]
-        return even * self.fill * steps / (steps + 0.5) * kept
+        return self.report["rank_efficiency"] * self.fill * steps / (steps + 0.5) * kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def suggest(
             except UserError as error:  # a sample that stops a run of this budget
                 refusal = error
                 continue
-            if found.epoch.packs:
+            if found.packs:
                 trials.append(Trial(max_tokens, max_tiles, found))
     if not trials:
         raise refusal or UserError("no sample fits into any budget of the grid: set oversize to split")
@@ -119,7 +122,7 @@ def _tile_budgets(max_tokens: int, largest_image: int, num_tokens: int, num_tile
 
 
 def _reason(chosen: Trial, best: float, num_tokens: int, num_tiles: int) -> str:
-    report = chosen.simulation.report()
+    report = chosen.report
     binds = "tokens" if report["token_fill"] >= report["tile_fill"] else "tiles"
     ratio = f"{num_tokens / num_tiles:,.0f} tokens a tile" if num_tiles else "text only"
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
@@ -48,3 +48,13 @@ class PackTally:
         self.fills[min(FILL_BINS, int(fill * FILL_BINS))] += 1
         self.packs += 1
         self.segments += len(fragments)
+
+
+def quantile(counts: Mapping[int, int], share: float) -> int:
+    """The smallest value that at least `share` of the counted values do not exceed; 0 where there is none."""
+    need, seen = share * sum(counts.values()), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= need:
+            return value
+    return 0

@@ -1,1 +1,1 @@
-"""What happened to the data: the ledger. Pure Python."""
+"""Pages and pictures of packs and data: HTML from templates, plots. Nothing below imports them."""

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import UserError
 from ..estimate.epochs import PackingEstimate
 from ..estimate.stats import PADDED_BATCHES, Stats
-from ..packing.tally import FILL_BINS
+from ..packing.tally import FILL_BINS, quantile
 from . import page
 from .page import short
 from .rows import datasets_of, of_dataset, of_policy
@@ -23,7 +23,7 @@ from .rows import datasets_of, of_dataset, of_policy
 MAX_DATASETS = 6
 """Datasets with a colour of their own: the largest; the rest share one."""
 
-# Okabe and Ito's colours, told apart by colour-blind readers; shapes differ as well.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; shapes differ as well.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8F98")
 _ON_DARK = ("#56B4E9", "#E69F00", "#2BB88F", "#E39AC6", "#8FA6FF", "#F0813A", "#A8AFB8")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "x")
@@ -52,7 +52,7 @@ PAGE = "stats.html"
 
 _CAPTIONS = {
     "lengths": "Length of samples, every good row once.",
-    "tokens_tiles": "Tokens against tiles of some of the samples; lines are the budgets of a row where they are near.",
+    "tokens_tiles": "Tokens against tiles of some of the samples; lines are the budgets of a row, where in range.",
     "fill": "Fill of packs by policy: bars are means; the line spans the middle 90 % of packs by the fuller budget, "
     "the dot is their median.",
     "padding": "What padding would cost: the share of computed tokens that is padding.",
@@ -78,7 +78,7 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
 
     Args:
         result: of `Stats.as_json`, with `meta` and `tokenizer`.
-        options: told on the page, (name, value).
+        options: shown on the page, (name, value).
 
     Returns:
         the page's path.
@@ -90,7 +90,7 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
     pictures = {}
     fonts = logging.getLogger("matplotlib.font_manager")
     level = fonts.level
-    fonts.setLevel(logging.ERROR)  # it tells of every font of _OTHER_FONTS that has one weight only
+    fonts.setLevel(logging.ERROR)  # it logs every font of _OTHER_FONTS that has one weight only
     try:
         for name, draw in PLOTS.items():
             pictures[name] = {theme: _png(draw, stats, theme) for theme in _THEMES}
@@ -283,7 +283,7 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             linewidth=0,
             label="tiles" if first else None,
         )
-        low, middle, high = (_fill_quantile(p, share) for share in (0.05, 0.5, 0.95))
+        low, middle, high = (quantile(dict(enumerate(p.fills)), share) / FILL_BINS for share in (0.05, 0.5, 0.95))
         name = "fuller budget, 90 % of packs" if first else None
         axes.plot([low, high], [place, place], color=t["ink"], linewidth=1.6, solid_capstyle="butt", label=name)
         axes.plot([middle], [place], "o", color=t["ink"], markersize=4.5)
@@ -309,15 +309,6 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
 def _policy_label(p: PackingEstimate, stats: Stats) -> str:
     name = "one a row" if p.policy == "single" else p.policy
     return f"{name}\n(chosen)" if p is stats.chosen else name
-
-
-def _fill_quantile(p: PackingEstimate, share: float) -> float:
-    need, seen = share * sum(p.fills), 0
-    for place, count in enumerate(p.fills):
-        seen += count
-        if count and seen >= need:
-            return place / FILL_BINS
-    return 0.0
 
 
 def _padding(stats: Stats, axes: Any, t: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def table(*rows: tuple[int, int]) -> LengthTable:
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("num_samples", [3_000, 10_000, 50_000])
 def test_an_epoch_takes_no_step_too_many(real, budget, num_ranks, num_samples):
-    epoch = simulate(real.drawn(num_samples, seed=0), config(*budget), COST, num_ranks=num_ranks).epoch
+    epoch = simulate(real.drawn(num_samples, seed=0), config(*budget), COST, num_ranks=num_ranks)
     assert epoch.steps <= math.ceil(BUDGETS[budget] * epoch.bound / num_ranks) + 1
     assert epoch.steps_not_full <= 1 and epoch.steps_empty == 0
     assert epoch.samples + epoch.refused.total() == num_samples
@@ -57,14 +57,14 @@ def test_an_epoch_takes_no_step_too_many(real, budget, num_ranks, num_samples):
     ("budget", "over_bound"), [((8192, 40), 1.0008), ((16384, 48), 1.0034), ((32768, 96), 1.0014)], ids=str
 )
 def test_one_long_stream_is_packed_as_closely_as_ever(real, budget, over_bound):
-    assert round(simulate(real, config(*budget), COST, num_ranks=1).epoch.packs_over_bound, 4) <= over_bound
+    assert round(simulate(real, config(*budget), COST, num_ranks=1).packs_over_bound, 4) <= over_bound
 
 
 @pytest.mark.parametrize(("num_ranks", "packs_per_step"), [(1, 1), (3, 7), (5, 20), (7, 7)])
 def test_the_packs_of_an_epoch_do_not_depend_on_the_ranks(real, num_ranks, packs_per_step):
     drawn = real.drawn(1000, seed=1)
-    epoch = simulate(drawn, config(8192, 40), COST, num_ranks=num_ranks, packs_per_step=packs_per_step).epoch
-    alone = simulate(drawn, config(8192, 40), COST, num_ranks=1).epoch
+    epoch = simulate(drawn, config(8192, 40), COST, num_ranks=num_ranks, packs_per_step=packs_per_step)
+    alone = simulate(drawn, config(8192, 40), COST, num_ranks=1)
     assert (epoch.packs, epoch.tokens, epoch.tiles) == (alone.packs, alone.tokens, alone.tiles)
     assert epoch.steps == math.ceil(epoch.packs / packs_per_step)
 
@@ -75,7 +75,7 @@ def test_draws_with_one_seed_are_the_same(real):
 
 
 def test_samples_that_are_too_large_are_cut_where_their_images_are_not(real):
-    cut = simulate(table((20_000, 30), (300, 1)), config(8192, 16), COST, num_ranks=1).epoch
+    cut = simulate(table((20_000, 30), (300, 1)), config(8192, 16), COST, num_ranks=1)
     assert (cut.split, cut.samples, cut.tiles) == (1, 2, 31) and cut.segments > 3
 
 

@@ -19,6 +19,7 @@ from internvl_pack.config import PackingConfig
 from internvl_pack.encode.tiles import plan_grid
 from internvl_pack.estimate.epochs import estimate_epochs
 from internvl_pack.estimate.stats import Distribution, gather, padded_share
+from internvl_pack.packing.tally import quantile
 from internvl_pack.report.plots import write_report
 from internvl_pack.samples import Samples
 from internvl_pack.stream.dataset import PackedDataset
@@ -146,7 +147,7 @@ def test_quantiles_and_expected_padding_match_brute_force():
     found.add(np.array(values[:150]))
     found.add(np.array(values[150:]))
     for share in (0, 0.1, 0.5, 0.77, 1):
-        assert found.quantile(share) == np.quantile(values, share, method="inverted_cdf")
+        assert quantile(found.counts, share) == np.quantile(values, share, method="inverted_cdf")
     assert padded_share({5: 10}, 8) == 0.0
     # Two lengths, batches of two: half of the batches are mixed and hold (1 + 9) of 18 tokens.
     assert padded_share({1: 1, 9: 1}, 2) == pytest.approx(1 - 5 / (0.25 * 1 + 0.75 * 9))
