@@ -49,7 +49,7 @@ def write(args: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     from internvl_pack.sources import load_meta, open_source
-    from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, source_texts, tiny_tokenizer
+    from internvl_pack.testing.tiny import save_tiny_checkpoint, source_texts, tiny_tokenizer
 
     if args.image_size < 28 or args.image_size % 28:
         raise UserError(
@@ -60,7 +60,7 @@ def write(args: argparse.Namespace) -> None:
     transformers_logging.disable_progress_bar()
     texts: list[str] = []
     for spec in load_meta(args.meta_path):
-        texts += conversation_texts(spec.annotation) if spec.annotation else source_texts([open_source(spec)])
+        texts += source_texts([open_source(spec)])
     if not texts:
         raise UserError(f"--meta_path {args.meta_path}: no conversations to train a tokenizer on")
     tokenizer = tiny_tokenizer(texts, args.vocab_size)

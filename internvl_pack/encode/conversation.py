@@ -57,7 +57,9 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
             "write the chosen answer into 'conversations' to train on it",
         )
     if not isinstance(conversation, list) or not conversation:
-        raise SampleError("no_conversation", "field 'conversations' is not a list of at least one turn")
+        raise SampleError(
+            "no_conversation", "neither 'conversations' nor 'messages' of the record is a list of at least one turn"
+        )
     if len(conversation) > MAX_TURNS:
         raise SampleError("too_many_turns", f"{len(conversation)} turns, more than {MAX_TURNS}")
     turns: list[tuple[str, str]] = []
@@ -101,10 +103,8 @@ def _one_of(turn: Mapping, name: str, other: str, number: int, same: Mapping = M
 def image_names_of(data: Mapping) -> list[str]:
     """The names in field `image`: a string, a list of strings, or nothing (absent, null, "", []).
 
-    Raises SampleError `image_field` for any other shape, and for a field `images`, which would be passed over.
+    Raises SampleError `image_field` for any other shape.
     """
-    if data.get("images"):
-        raise SampleError("image_field", "field 'images' is not read; name it 'image'")
     names = data.get("image")
     if names is None or names == "" or names == []:
         return []

@@ -44,7 +44,7 @@ REFUSED_IN_RECORD = {
 
 TURN_FIELDS = frozenset(("from", "value", "role", "content", *TRAINING_FLAGS, *REFUSED_IN_TURN))
 RECORD_FIELDS = frozenset((
-    "id", "conversations", "image", "images", "width", "height", "width_list", "height_list", "video", "clip",
+    "id", "conversations", "image", "width", "height", "width_list", "height_list", "video", "clip",
     *SYSTEM_FIELDS, *REFUSED_IN_RECORD,
 ))  # fmt: skip
 

@@ -39,7 +39,7 @@ def open_source(spec: DatasetSpec) -> Source:
     elif spec.annotation is not None:
         source = JsonlSource(spec.name, spec.annotation, root=spec.root, hosts=spec.hosts)
     else:
-        source = ShardSource(spec.name, spec.shards or ())
+        source = ShardSource(spec.name, spec.shards or (), caption=spec.caption)
     if spec.length is not None and spec.length != len(source):
         source.warnings = (
             *source.warnings,

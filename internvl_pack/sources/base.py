@@ -1,38 +1,39 @@
-"""What a source of samples is, and how the JSON of one record is read."""
+"""What a source of samples is."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import SampleError
 from .content import new_hash
 from .image_refs import ImageRef
+from .normalise import normalised
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORD_BYTES = 64 << 20
-"""A longer line or json member is refused unread: it is damage, or no conversation."""
 _MAX_LOGGED = 20
 _MARKED_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RawSample:
-    """One record as the user wrote it, parsed, with what is needed to find its images.
+    """One record, with what is needed to find its images.
 
     Attributes:
         sample_id: stable over runs: `<dataset>/<row>` or `<dataset>/<shard>/<key>`.
         own_id: the record's own `id` where it is a string or an integer, as a string.
         origin: where it stands, for messages: `path:line 12` or `shard:key@byte`.
-        data: the parsed record, always a dict. Text in it is valid Unicode, numbers are finite.
+        data: the parsed record, always a dict, in the form that `normalised` gives it. Text in it is valid Unicode,
+            numbers are finite.
         resolver: finds what the record names.
+
+    Raises:
+        SampleError: see `normalised`.
     """
 
     sample_id: str
@@ -40,6 +41,9 @@ class RawSample:
     origin: str
     data: dict[str, Any]
     resolver: Callable[[str], ImageRef]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", normalised(self.data))  # of any source, a user's own too
 
     def resolve(self, name: str) -> ImageRef:
         """The image (or video) that the record calls `name`. Raises SampleError where it cannot be one."""
@@ -120,73 +124,3 @@ class Source(ABC):
 def own_id(record: dict[str, Any]) -> str | None:
     value = record.get("id")
     return str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is out of range")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float, strict=True)
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def parse_record(raw: bytes, origin: str) -> dict[str, Any]:
-    """One JSON object from UTF-8 bytes, by the letter of the JSON standard.
-
-    Refused beyond what `json.loads` refuses: NaN and infinities, numbers that overflow to one, a top level that
-    is no object, and lone surrogates (no tokenizer takes them). Raw control characters inside strings are refused
-    as the standard says. A repeated key keeps its last value.
-
-    Raises:
-        SampleError: `invalid_utf8`, `invalid_json`, `json_too_deep`, `not_an_object`, `lone_surrogate`.
-    """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        bad = raw[error.start : error.start + 4].hex(" ")
-        raise SampleError("invalid_utf8", f"byte {error.start} of the record ({bad}) is not UTF-8", origin) from None
-    try:
-        record = _DECODER.decode(text.removeprefix("\ufeff"))
-    except RecursionError:
-        raise SampleError("json_too_deep", "nested too deeply", origin) from None
-    except json.JSONDecodeError as error:
-        what = f"{error.msg} at character {error.pos}"
-        if error.msg.startswith("Invalid control character"):
-            what += rf" (a raw {text[error.pos : error.pos + 1]!r} must be written as an escape such as \t)"
-        elif error.msg == "Extra data" and text[error.pos] in ",{":
-            what += " (two records on one line, or a comma after one?)"
-        elif error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-            what += " (a half-written record?)"
-        raise SampleError("invalid_json", what, origin) from None
-    except ValueError as error:  # our own checks, and Python's limit on the digits of an integer
-        raise SampleError("invalid_json", str(error), origin) from None
-    if not isinstance(record, dict):
-        kind = {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(record), "a number")
-        raise SampleError("not_an_object", f"the record is {kind}, not an object", origin)
-    if _SURROGATE_ESCAPE.search(raw) and _has_lone_surrogate(record):
-        raise SampleError("lone_surrogate", r"a \ud800-\udfff escape without its partner is no character", origin)
-    return record
-
-
-def _has_lone_surrogate(value: Any) -> bool:
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return True
-        elif isinstance(value, dict):
-            waiting.extend(value)
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
-    return False

@@ -2,9 +2,8 @@
 
     source = DatasetSource("charts", datasets.load_from_disk("charts"))
 
-A row holds `conversations` and, under `image` or `images`, nothing, one image or a list of them. An image is a PIL
-image, compressed bytes, {"bytes": ..., "path": ...} as the datasets library stores it, or a path (str or Path) below
-`root`.
+A row is a record in any form that `normalised` reads. An image is a PIL image, compressed bytes, {"bytes": ..., "path":
+...} as the datasets library stores it, or a path (str or Path) below `root`.
 
 Columns of the datasets library's `Image` type are read without decoding. The look-ahead keeps no bytes: a reference
 names row and place and reads the row again. A process keeps the row that it read last, since a sample's images are
@@ -13,6 +12,7 @@ read one after the other.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -29,9 +29,11 @@ from ..errors import SampleError, UserError
 from .base import RawSample, Source, own_id
 from .content import new_hash
 from .image_refs import MAX_IMAGE_BYTES, FileRef, FolderResolver, ImageRef
+from .names import meant
+from .normalise import IMAGES, TURNS, as_list, normalised
+from .tables import is_saved, is_table, no_table
 
 _FINGERPRINT_ROWS = 16
-_IMAGE_KEYS = ("image", "images")
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 
 
@@ -50,12 +52,11 @@ class DatasetSource(Source):
         name: the dataset's, the first part of every sample id.
         dataset: see the module's docstring. It is forked or pickled into workers.
         root: folder that paths are joined to.
-        conversations: key of the turns: a list of {"from", "value"} or {"role", "content"} dicts, or a dict of equally
-            long lists, as the datasets library gives a sequence of structs.
-        image: key of the images; None looks for `image`, then `images`.
+        conversations: key of the turns; None looks for `conversations` and `messages`.
+        image: key of the images; None looks for `image` and `images`.
 
     Raises:
-        UserError: `dataset` has no length or cannot be read by row.
+        UserError: `dataset` has no length, cannot be read by row, or has no such column.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class DatasetSource(Source):
         dataset: Rows,
         *,
         root: str = "",
-        conversations: str = "conversations",
+        conversations: str | None = None,
         image: str | None = None,
     ) -> None:
         if isinstance(dataset, Mapping):
@@ -74,6 +75,7 @@ class DatasetSource(Source):
                 f"dataset {name!r}: {type(dataset).__name__} has no length or no rows by number; a streamed dataset "
                 "must be saved first (load_dataset without streaming=True)"
             )
+        _check_columns(name, dataset, conversations, image)
         self.name = name
         self._rows = _undecoded(dataset)
         self._conversations = conversations
@@ -81,7 +83,7 @@ class DatasetSource(Source):
         self._resolver = FolderResolver(root)
         self._fingerprint: str | None = None
         self._content: str | None = None
-        self._last: tuple[int, Any] | None = None  # the row read last, with its number
+        self._last: tuple[int, dict[str, Any]] | None = None  # the record read last, with its row
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_last": None}
@@ -98,11 +100,8 @@ class DatasetSource(Source):
     def read(self, row: int) -> RawSample:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        record = self._record(row)
-        images = self._images(record)
-        data = {key: value for key, value in record.items() if key not in (*_IMAGE_KEYS, self._image)}
-        data["conversations"] = _turns(record.get(self._conversations))
-        if images:
+        data = dict(self._record(row))
+        if images := as_list(data.pop("image", None)):
             data["image"] = [f"#{place}" for place in range(len(images))]
         return RawSample(self.sample_id(row), own_id(data), self.origin(row), data, _RowResolver(self, row))
 
@@ -130,30 +129,33 @@ class DatasetSource(Source):
 
     def _turns_as_json(self, row: int) -> bytes:
         try:
-            turns = _turns(self._record(row).get(self._conversations))
+            turns = self._record(row).get("conversations")
         except Exception as error:  # a bad row, which is quarantined when it is read; here it must only be the same
             turns = type(error).__name__
         return json.dumps(turns, sort_keys=True, default=lambda value: type(value).__name__).encode()
 
-    def _record(self, row: int) -> Mapping[str, Any]:
+    def _record(self, row: int) -> dict[str, Any]:
+        """A row as `normalised` gives it; its images are what the row holds."""
         last = self._last
         if last is None or last[0] != row:
-            self._last = last = (row, self._rows[row])
-        record = last[1]
-        if not isinstance(record, Mapping):
-            raise SampleError("not_an_object", f"the row is a {type(record).__name__}, not a dict", self.origin(row))
-        return record
+            record = self._rows[row]
+            if not isinstance(record, Mapping):
+                what = f"the row is a {type(record).__name__}, not a dict"
+                raise SampleError("not_an_object", what, self.origin(row))
+            self._last = last = (row, normalised(self._with_known_names(record)))
+        return last[1]
 
-    def _images(self, record: Mapping[str, Any]) -> list[Any]:
-        key = self._image or next((key for key in _IMAGE_KEYS if not _is_absent(record.get(key))), _IMAGE_KEYS[0])
-        found = record.get(key)
-        if _is_absent(found):
-            return []
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+    def _with_known_names(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        data = dict(record)
+        for chosen, names in ((self._conversations, TURNS), (self._image, IMAGES)):
+            if chosen is not None:
+                found = data.pop(chosen, None)
+                data = {key: value for key, value in data.items() if key not in names} | {names[0]: found}
+        return data
 
     def image_ref(self, row: int, place: int) -> ImageRef:
         """The image at a place of a row, as something that is read when its bytes are needed."""
-        image = self._images(self._record(row))[place]
+        image = as_list(self._record(row)["image"])[place]
         if isinstance(image, Mapping) and image.get("bytes") is None:
             image = image.get("path")
         if isinstance(image, (str, os.PathLike)):
@@ -167,7 +169,7 @@ class DatasetSource(Source):
         Raises:
             SampleError: it is none of what an image may be.
         """
-        image = self._images(self._record(row))[place]
+        image = as_list(self._record(row)["image"])[place]
         what, origin = f"image {place + 1}", self.origin(row)
         if isinstance(image, Mapping):
             image = image.get("bytes")
@@ -219,25 +221,19 @@ class _RowImage:
         return io.BytesIO(self.read())
 
 
-def _is_absent(found: Any) -> bool:
-    """Null, no name, no images, or a struct of nulls, as a table joined from two schemas holds it."""
-    if isinstance(found, (list, tuple)):
-        return not found
-    if isinstance(found, Mapping):
-        return all(value is None for value in found.values())
-    return found is None or (isinstance(found, str) and not found)
-
-
-def _turns(found: Any) -> Any:
-    """A conversation as a list of dicts where it is a dict of lists; anything else as it is, for encoding to judge."""
-    if isinstance(found, tuple):
-        return list(found)
-    if not isinstance(found, Mapping) or not found:
-        return found
-    columns = list(found.values())
-    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
-        return found
-    return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
+def _check_columns(name: str, dataset: Any, conversations: str | None, image: str | None) -> None:
+    """Raises UserError where a table has no column of that name, or none that turns are looked for in."""
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or _has_transform(dataset):
+        return
+    for option, chosen in (("conversations", conversations), ("image", image)):
+        if chosen is not None and chosen not in columns:
+            raise UserError(f"dataset {name!r}: option {option!r}: no column {chosen!r}{meant(chosen, columns)}")
+    if conversations is None and not any(key in columns for key in TURNS):
+        raise UserError(
+            f"dataset {name!r}: no column {' or '.join(map(repr, TURNS))}: name that of the turns by the option "
+            f"'conversations' (there are {', '.join(columns)})"
+        )
 
 
 # -- Pillow's images -------------------------------------------------------------------------------------
@@ -278,33 +274,37 @@ def _png_head(image: Any) -> bytes:
 # -- the datasets library ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _TableRows:
+    """Rows of a dataset of the datasets library as its table holds them: no image is decoded, at whatever depth."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.dataset[row].to_pylist()[0]
+
+
 def _undecoded(dataset: Any) -> Any:
     """A dataset of the datasets library with its images left compressed; any other as it is.
 
     So is one with a transform of the user's, which may want pixels.
     """
-    features = getattr(dataset, "features", None)
-    if not isinstance(features, Mapping) or not hasattr(dataset, "cast_column") or not hasattr(dataset, "format"):
+    if not isinstance(getattr(dataset, "features", None), Mapping) or not hasattr(dataset, "with_format"):
         return dataset
-    if dataset.format["type"] == "custom":
-        return dataset
-    from datasets import Image
-
-    if dataset.format["type"] is not None:
-        dataset = dataset.with_format(None)  # rows of tensors have no texts
-    for name, feature in features.items():
-        inner = getattr(feature, "feature", None)
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, list) and feature and isinstance(feature[0], Image):
-            dataset = dataset.cast_column(name, [Image(decode=False)])
-        elif isinstance(inner, Image):
-            dataset = dataset.cast_column(name, type(feature)(Image(decode=False)))
-    return dataset
+    return dataset if _has_transform(dataset) else _TableRows(dataset.with_format("arrow"))
 
 
-def _table_of(dataset: Any) -> tuple[Any, Any] | None:
+def _has_transform(dataset: Any) -> bool:
+    """Whether rows pass a function of the user's, after which columns may be others."""
+    return getattr(dataset, "format", {}).get("type") == "custom"
+
+
+def _table_of(rows: Any) -> tuple[Any, Any] | None:
     """(Arrow table, table of the chosen rows' numbers or None) of a dataset of the datasets library."""
+    dataset = rows.dataset if isinstance(rows, _TableRows) else rows
     table, chosen = getattr(dataset, "data", None), getattr(dataset, "_indices", None)
     if not hasattr(dataset, "features") or not hasattr(table, "column_names"):
         return None
@@ -364,12 +364,14 @@ def open_saved_dataset(
     *,
     split: str | None = None,
     root: str = "",
-    conversations: str = "conversations",
+    conversations: str | None = None,
     image: str | None = None,
 ) -> DatasetSource:
-    """Source kind `datasets` of a meta file: a folder that `save_to_disk` wrote, or a Parquet or Arrow file.
+    """Source kind `datasets` of a meta file.
 
     Args:
+        path: of a folder that `save_to_disk` wrote, a Parquet or Arrow file, a folder of Parquet files, as those of
+            the hub, or a pattern of Parquet files (`data/train-*.parquet`).
         split: of a folder that holds several.
         root, conversations, image: see `DatasetSource`.
 
@@ -382,15 +384,18 @@ def open_saved_dataset(
         raise UserError(
             f"dataset {name!r}: source 'datasets' needs that library: pip install 'internvl-pack[datasets]'"
         ) from None
-    if not os.path.exists(path):
-        raise UserError(f"dataset {name!r}: 'path' {path} does not exist")
+    if not is_table(path):
+        raise UserError(f"dataset {name!r}: {path} {no_table(path)}")
     try:
-        if path.endswith(".parquet"):
-            found: Any = datasets.Dataset.from_parquet(path)
-        elif path.endswith(".arrow"):
-            found = datasets.Dataset.from_file(path)
-        else:
+        if path.endswith(".arrow"):
+            found: Any = datasets.Dataset.from_file(path)
+        elif is_saved(path):
             found = datasets.load_from_disk(path)
+        elif os.path.isdir(path):  # splits by the names of files and folders, as the hub finds them
+            found = datasets.load_dataset("parquet", data_dir=path)
+            found = found if split is not None or len(found) > 1 else next(iter(found.values()))
+        else:
+            found = datasets.Dataset.from_parquet([path] if os.path.exists(path) else sorted(glob.glob(path)))
     except Exception as error:  # the library's own kinds, pyarrow's and the system's
         raise UserError(f"dataset {name!r}: {path} cannot be read: {str(error) or type(error).__name__}") from error
     if split is not None:
@@ -399,5 +404,8 @@ def open_saved_dataset(
             raise UserError(f"dataset {name!r}: no split {split!r}: {path} {there}")
         found = found[split]
     elif isinstance(found, Mapping):
-        raise UserError(f"dataset {name!r}: {path} has {', '.join(found)}: choose one by the option 'split'")
+        raise UserError(
+            f"dataset {name!r}: {path} has {', '.join(found)}: choose one by its files' names or the option 'split' "
+            'of {"source": "datasets", "options": {"path": ..., "split": ...}}'
+        )
     return DatasetSource(name, found, root=root, conversations=conversations, image=image)

@@ -21,11 +21,12 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .addresses import pread_all
-from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
+from .base import RawSample, Source, own_id
 from .content import PieceHashes, mark_of_pieces
 from .files import Stamp, open_file, read_at, stamp_of
 from .image_refs import FolderResolver
 from .index import BadIndexError, IndexWriter, index_path, is_increasing, read_index
+from .parse import MAX_RECORD_BYTES, parse_record
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -15,7 +14,10 @@ from typing import Any
 
 from ..errors import UserError
 from .addresses import is_remote, system_path
+from .data_path import entry_of
+from .names import meant
 from .reach import hosts_of
+from .tables import is_table, no_table
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ KEYS = (
     "root",
     "annotation",
     "shards",
+    "caption",
     "source",
     "options",
     "data_augment",
@@ -44,6 +47,7 @@ class DatasetSpec:
         root: folder that image names are joined to; empty where they are absolute or in shards.
         annotation: path of a file of JSON lines, or None where `shards` are given.
         shards: paths of tar shards, braces expanded, or None where `annotation` is given.
+        caption: of shards without records: the question that each image's `.txt` member answers.
         data_augment: JPEG re-compression of the images.
         repeat_time: how often an epoch visits each sample; 0.5 is a half of them.
         weight: share in the mixture instead of `repeat_time` times its size; None for that.
@@ -59,6 +63,7 @@ class DatasetSpec:
     root: str = ""
     annotation: str | None = None
     shards: tuple[str, ...] | None = None
+    caption: str | None = None
     data_augment: bool = False
     repeat_time: float = 1.0
     weight: float | None = None
@@ -73,8 +78,9 @@ class DatasetSpec:
 def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     """Read and check a meta file: `{name: {root, annotation | shards, data_augment, repeat_time, ...}}`.
 
-    Relative paths are looked for in the meta file's folder; where nothing is there but the working folder has it,
-    as in InternVL's own meta files, that is taken, with a warning. Keys that start with `_` are comments.
+    A path of data itself stands for a meta file beside it that names it alone (`data_path.entry_of`). Relative paths
+    are looked for in the meta file's folder; where nothing is there but the working folder has it, as in InternVL's own
+    meta files, that is taken, with a warning. Keys that start with `_` are comments.
 
     Returns:
         the datasets in the file's order.
@@ -84,7 +90,7 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
             annotation file and shard must exist.
     """
     meta_file = os.fspath(path)
-    content = _read_meta(meta_file)
+    content: Any = entry_of(meta_file) or _read_meta(meta_file)
     if not isinstance(content, dict):
         raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {_kind(content)}")
     specs = tuple(
@@ -105,9 +111,12 @@ def _read_meta(meta_file: str) -> Any:
                 raise UserError(f"meta file {meta_file} is not a file")
             raw = file.read(MAX_META_BYTES + 1)
     except FileNotFoundError:
-        raise UserError(f"meta file {meta_file} does not exist (working folder: {os.getcwd()})") from None
+        raise UserError(f"meta file {meta_file} {no_table(meta_file)} (working folder: {os.getcwd()})") from None
     except IsADirectoryError:
-        raise UserError(f"meta file {meta_file} is a folder: name the JSON file in it") from None
+        raise UserError(
+            f"{meta_file} is a folder without a saved Dataset, Parquet files or tar shards: name a meta file or a file "
+            "of data in it"
+        ) from None
     except OSError as error:
         raise UserError(f"meta file {meta_file} cannot be read: {error.strerror}") from None
     except UserError:
@@ -123,7 +132,7 @@ def _read_meta(meta_file: str) -> Any:
     except json.JSONDecodeError as error:
         hint = ""
         if error.msg == "Extra data":
-            hint = " (a meta file is one JSON object; is this an annotation file of JSON lines?)"
+            hint = " (a meta file is one JSON object; of JSON lines the first must have 'conversations' or 'messages')"
         raise UserError(f"{meta_file}: line {error.lineno}, column {error.colno}: {error.msg}{hint}") from None
     except RecursionError:
         raise UserError(f"{meta_file}: nested too deeply") from None
@@ -173,16 +182,24 @@ def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
     if source is None and (annotation is None) == (patterns is None):
         found = "both 'annotation' and 'shards'" if annotation is not None else "neither 'annotation' nor 'shards'"
         raise UserError(f"{where}: {found}: give exactly one of them")
+    caption = _text(where, entry, "caption")
+    if caption is not None and patterns is None:
+        raise UserError(f"{where}: 'caption' belongs to 'shards', which are not given")
     folder = os.path.dirname(meta_file)
+    root = _root(where, folder, _text(where, entry, "root"), needed=annotation is not None)
     if annotation is not None:
         (annotation,) = _existing_files(where, "annotation", folder, [annotation])
+        if is_table(annotation):
+            source, options = "datasets", {"path": os.path.abspath(annotation), "root": _absolute(root)}
+            annotation, root = None, ""
     shards = None if patterns is None else tuple(_existing_shards(where, folder, patterns))
     repeat_time = _number(where, entry, "repeat_time", zero=False)
     return DatasetSpec(
         name=name,
-        root=_root(where, folder, _text(where, entry, "root"), needed=annotation is not None),
+        root=root,
         annotation=annotation,
         shards=shards,
+        caption=caption,
         data_augment=_flag(where, entry, "data_augment"),
         repeat_time=1.0 if repeat_time is None else repeat_time,
         weight=_number(where, entry, "weight", zero=True),
@@ -198,9 +215,8 @@ def _check_keys(where: str, entry: dict[str, Any]) -> None:
     for key in entry:
         if key in KEYS or key.startswith("_"):
             continue
-        near = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.75)
-        if near:
-            raise UserError(f"{where}: unknown key {key!r}: did you mean {near[0]!r}?")
+        if "did you mean" in (hint := meant(key, KEYS, cutoff=0.75)):
+            raise UserError(f"{where}: unknown key {key!r}{hint}")
         logger.warning("%s: unknown key %r is ignored (known: %s)", where, key, ", ".join(KEYS))
 
 
@@ -292,21 +308,27 @@ def _existing_files(where: str, key: str, folder: str, paths: list[str]) -> list
         found = iter(_existing_files(where, key, folder, local) if local else ())
         return [path if is_remote(path) else next(found) for path in paths]
     beside = [os.path.join(folder, path) for path in paths]
-    problems = [_problem(path) for path in beside[:1]]
-    if problems[0] == "does not exist" and not os.path.isabs(paths[0]) and _problem(paths[0]) is None:
+    tables = key == "annotation"
+    first = _problem(beside[0], tables)
+    if first == "does not exist" and not os.path.isabs(paths[0]) and _problem(paths[0], tables) is None:
         logger.warning("%s: %r %s is not in the meta file's folder; the working folder's is used", where, key, paths[0])
         beside = [os.path.abspath(path) for path in paths]
     for path in beside:
-        problem = _problem(path)
+        problem = _problem(path, tables)
         if problem is not None:
             hint = ""
+            if tables and problem in ("does not exist", "is a folder, not a file"):
+                problem = no_table(path)
             if key == "shards" and any(mark in path for mark in "*?["):
                 hint = "; patterns are written with braces, such as shard-{0000..0127}.tar"
             raise UserError(f"{where}: {key!r}: {path} {problem}{hint}")
     return beside
 
 
-def _problem(path: str) -> str | None:
+def _problem(path: str, tables: bool) -> str | None:
+    """Why a path is no readable file, nor, where `tables` may be, one of these."""
+    if tables and "\0" not in path and is_table(path):
+        return None
     try:
         raw = system_path(path)
         mode = os.stat(raw).st_mode
@@ -321,6 +343,10 @@ def _problem(path: str) -> str | None:
     if not stat.S_ISREG(mode):
         return "is not a regular file"
     return None if os.access(raw, os.R_OK) else "cannot be read: permission denied"
+
+
+def _absolute(root: str) -> str:
+    return root if is_remote(root) else os.path.abspath(root)
 
 
 def _root(where: str, folder: str, root: str | None, *, needed: bool) -> str:

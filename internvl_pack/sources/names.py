@@ -1,11 +1,12 @@
-"""File names as people write them: what cannot be one, the same name in another form, and what may have been meant."""
+"""Names as people write them: what cannot be one, the same name in another form, and what may have been meant."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..errors import SampleError
 
@@ -24,8 +25,17 @@ def refuse_embedded(name: str) -> None:
     if is_data or _PICTURE_IN_BASE64.match(name):
         what = f"a data: URI ({name[5:40].partition(';')[0].partition(',')[0]})" if is_data else "text in base64"
         raise SampleError(
-            "image_field", f"the picture itself, {what} of {len(name)} characters, stands where its file's name is read"
+            "image_field",
+            f"the picture itself, {what} of {len(name)} characters, stands where its file's name is read: write it to "
+            "a file",
         )
+
+
+def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`: did you mean 'path'?` for a name that is none of the known ones, else the list of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=cutoff)
+    return f": did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
 
 
 def other_forms(path: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from .addresses import is_remote
 from .base import Source
 from .hf import open_saved_dataset
 from .meta import DatasetSpec
+from .names import meant
 
 PATH_OPTIONS = ("path", "root")
 """Options that are paths: relative ones stand against the meta file's folder."""
@@ -60,9 +61,13 @@ def open_registered(spec: DatasetSpec) -> Source:
     for key in PATH_OPTIONS:
         if isinstance(path := options.get(key), str) and path and not is_remote(path):
             options[key] = os.path.join(os.path.dirname(spec.meta_file), path)
+    signature = inspect.signature(factory)
+    known = list(signature.parameters)[1:]  # the first is the name
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        for key in options:
+            if key not in known:
+                raise UserError(f"{where}: source {spec.source!r} has no option {key!r}{meant(key, known)}")
     try:
-        signature = inspect.signature(factory)
-        signature.bind_partial(spec.name, **options)  # a misspelt option is told before the one that it leaves missing
         signature.bind(spec.name, **options)
     except TypeError as error:
         raise UserError(f"{where}: 'options' of source {spec.source!r}: {error}") from None

@@ -25,11 +25,12 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from .addresses import pread_all
-from .base import MAX_RECORD_BYTES, parse_record
 from .content import PIECE_BYTES, new_hash
 from .files import Stamp, open_file, stamp_of_open
 from .index import BadIndexError, IndexWriter, is_increasing, read_index
 from .members import MemberResolver, image_names, members_of
+from .normalise import normalised
+from .parse import MAX_RECORD_BYTES, parse_record
 from .tar import (
     BLOCK,
     FOLDERS_AND_LABELS,
@@ -199,8 +200,8 @@ class ShardIndex:
 
     `first` (rows + 1,) uint32: each row's first place in `member`; `member` uint64; `status` (rows,) uint8;
     `hashes` (rows,) uint64 of the keys, only to find keys that stand in two shards. `content` is the shard's mark: a
-    hash of the names, places and sizes of all members that belong to a key, and of the bytes of the records. The bytes
-    of images are not read for it.
+    hash of the names, places and sizes of all members that belong to a key, and of the bytes of records and texts. The
+    bytes of images are not read for it.
     """
 
     stamp: Stamp
@@ -325,7 +326,7 @@ class _ShardScan:
     def _mark(self, member: Member, entry: Entry) -> None:
         """Add a member to the content mark. Most records lie in the window that was read for their header."""
         self.content.update(f"{entry.path}\0{member.data}\0{member.size}\0".encode("utf-8", "surrogatepass"))
-        if entry.fault == OK and entry.ending.split(".")[-1] == "json":
+        if entry.fault == OK and entry.ending.split(".")[-1] in ("json", "txt"):
             end = member.data + min(member.size, MAX_RECORD_BYTES)
             for position in range(member.data, end, PIECE_BYTES):
                 self.content.update(self.read(position, min(PIECE_BYTES, end - position)))
@@ -451,7 +452,7 @@ class _ShardScan:
             return False
         try:
             members = members_of(self.read, row.headers, row.key)
-            record = parse_record(self.read(members[0].offset, min(members[0].size, MAX_RECORD_BYTES)), "")
+            record = normalised(parse_record(self.read(members[0].offset, min(members[0].size, MAX_RECORD_BYTES))))
             resolver = MemberResolver(self.path, self.stamp, row.key, members[1:], image_names(record))
             for name in image_names(record):
                 resolver(name)

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import SampleError, UserError
-from .base import MAX_RECORD_BYTES, RawSample, Source, own_id, parse_record
+from .base import RawSample, Source, own_id
 from .content import new_hash
 from .files import Stamp, read_at, stamp_of
 from .index import BadIndexError, index_path
-from .members import MemberResolver, image_names, members_of
-from .shard_index import DUPLICATE, OK, REASONS, ShardIndex, entry_of, load_index, row_key, scan_shard
+from .members import MemberResolver, MemberSlice, image_names, members_of
+from .normalise import normalised
+from .parse import MAX_RECORD_BYTES, parse_record
+from .shard_index import DUPLICATE, NO_RECORD, OK, REASONS, ShardIndex, entry_of, load_index, row_key, scan_shard
 from .tar import DamagedHeaderError, Reader, read_member, windowed
 
 logger = logging.getLogger(__name__)
@@ -45,12 +47,16 @@ class ShardSource(Source):
     Sample ids are `<dataset>/<shard>/<key>`; the shard's part is its file name without `.tar`, or its path below
     the shards' common folder where two shards have the same file name.
 
+    Args:
+        caption: the question about its image that the `.txt` member of each key answers; its `.json` is no record then.
+
     Raises:
         UserError: a shard cannot be read or is compressed. Damage is no error: see `damage`.
     """
 
-    def __init__(self, name: str, paths: Sequence[str]) -> None:
+    def __init__(self, name: str, paths: Sequence[str], caption: str | None = None) -> None:
         self.name = name
+        self._caption = caption
         self._shards: list[_Shard] = []
         self._mapped: OrderedDict[int, ShardIndex] = OrderedDict()
         self._damage: list[SampleError] = []
@@ -79,6 +85,8 @@ class ShardSource(Source):
             kept = ShardIndex(index.stamp, index.first, index.member, index.status, None, index.content)
             self._shards.append(_Shard(path, label, index.stamp, None if from_file is not None else kept))
         self._starts = np.array(starts, np.int64)
+        if caption is not None:
+            content.update(caption.encode())
         self._content = content.hexdigest()
         if len(self._shards) > 1 and starts[-1] <= _MAX_COMPARED_ROWS:
             warnings += self._keys_in_two_shards(np.concatenate(hashes))
@@ -120,13 +128,17 @@ class ShardSource(Source):
 
     def read(self, row: int) -> RawSample:
         shard, status, headers = self._shard(row)
-        if status != OK:
+        captioned = self._caption is not None and status in (OK, NO_RECORD)
+        if status != OK and not captioned:
             raise self._row_error(shard, headers, status)
+        key = self.key(row) if captioned else None
         read = _reader(shard)
         try:
-            members = members_of(read, headers)
-            record = members[0]
-            key = record.path[:-5]
+            members = members_of(read, headers, key)
+            if key is None:
+                record, key = members[0], members[0].path[:-5]
+            else:
+                record = _caption_among(members, f"{shard.path}:{key}@{headers[0]}")
             origin = f"{shard.path}:{key}@{headers[0]}"
             if record.size > MAX_RECORD_BYTES:
                 raise SampleError("record_too_long", f"{record.path!r} has {record.size} bytes", origin)
@@ -137,13 +149,24 @@ class ShardSource(Source):
             raise SampleError("record_unreadable", str(error.strerror), f"{shard.path}@{headers[0]}") from error
         except DamagedHeaderError as error:
             raise _changed(shard, error) from None
-        data = parse_record(raw, origin)
-        if not any(field_name in data for field_name in ("image", "images", "video", "videos")):
-            images = [m.path for m in members[1:] if m.is_image]
+        data = self._captioned(raw, origin) if captioned else normalised(parse_record(raw, origin))
+        others = tuple(member for member in members if member is not record)
+        if not any(field_name in data for field_name in ("image", "video", "videos")):
+            images = [m.path for m in others if m.is_image]
             if images:
                 data["image"] = images
-        resolver = MemberResolver(shard.path, shard.stamp, key, members[1:], tuple(image_names(data)))
+            elif captioned:
+                raise SampleError("image_missing", f"no image goes with {record.path!r}", origin)
+        resolver = MemberResolver(shard.path, shard.stamp, key, others, tuple(image_names(data)))
         return RawSample(f"{self.name}/{shard.label}/{key}", own_id(data), origin, data, resolver)
+
+    def _captioned(self, raw: bytes, origin: str) -> dict[str, Any]:
+        """A record of the question and the text that answers it."""
+        try:
+            text = raw.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise SampleError("invalid_utf8", f"byte {error.start} of the caption is not UTF-8", origin) from None
+        return {"conversations": [{"from": "human", "value": self._caption}, {"from": "gpt", "value": text}]}
 
     def _row_error(self, shard: _Shard, headers: list[int], status: int) -> SampleError:
         """Why a row is no sample, naming the member that is to blame."""
@@ -163,8 +186,10 @@ class ShardSource(Source):
                 break
             seen.add(entry.ending)
         reason, text = REASONS[status]
-        member = f"{blamed.path!r} at byte {blamed.header}"
-        return SampleError(reason, text.format(member=member), f"{shard.path}:{row_key(entries)}@{headers[0]}")
+        text = text.format(member=f"{blamed.path!r} at byte {blamed.header}")
+        if status == NO_RECORD and any(entry.ending.rpartition(".")[2] == "txt" for entry in entries):
+            text += "; that of a caption in .txt is made by the dataset's 'caption' in the meta file"
+        return SampleError(reason, text, f"{shard.path}:{row_key(entries)}@{headers[0]}")
 
     def _shard(self, row: int) -> tuple[_Shard, int, list[int]]:
         """(shard, status, positions of the members' headers) of a row."""
@@ -235,6 +260,13 @@ class ShardSource(Source):
 
 def _reader(shard: _Shard) -> Reader:
     return windowed(lambda offset, num_bytes: read_at(shard.path, shard.stamp, offset, num_bytes))
+
+
+def _caption_among(members: Sequence[MemberSlice], origin: str) -> MemberSlice:
+    texts = [member for member in members if member.ending.rpartition(".")[2] == "txt"]
+    if len(texts) != 1:
+        raise SampleError("record_missing", f"{len(texts)} .txt members with the caption; there must be one", origin)
+    return texts[0]
 
 
 def _changed(shard: _Shard, error: object) -> UserError:

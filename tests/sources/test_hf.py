@@ -246,13 +246,13 @@ def test_a_meta_file_names_a_registered_kind_of_a_plugin(tmp_path, plugin, token
 @pytest.mark.parametrize(
     "entries, message",
     [
-        (mine(anser="Ho."), "'options' of source 'mine'.*anser"),
+        (mine(anser="Ho."), "source 'mine' has no option 'anser': did you mean 'answer'"),
         (mine(), "'options' of source 'mine'.*answer"),
         ({"a": {"source": "half"}}, "gives a list, not a Source"),
         ({"a": {"source": "datasets", "options": {}}}, "path"),
         ({"a": {"source": "datasets", "options": {"path": "x", "splitt": "y"}}}, "splitt"),
         ({"a": {"source": "datasets", "options": {"path": "nowhere"}}}, "nowhere does not exist"),
-        ({"a": {"source": "datasets", "options": {"path": "my_plugin.py"}}}, "my_plugin.py cannot be read"),
+        ({"a": {"source": "datasets", "options": {"path": "my_plugin.py"}}}, "my_plugin.py is no saved Dataset"),
     ],
 )
 def test_what_a_source_is_not_made_of_is_refused(tmp_path, plugin, entries, message):
@@ -306,7 +306,7 @@ def test_a_meta_file_names_a_saved_dataset(tmp_path):
         assert source.read(1).resolve("#0").read()
         with pytest.raises(SampleError):
             source.read(1).resolve("missing.png").read()
-    for spec, message in zip(specs[3:], ("train, test: choose", "has train, test", "is not split"), strict=True):
+    for spec, message in zip(specs[3:], ("train, test: choose one", "has train, test", "is not split"), strict=True):
         with pytest.raises(UserError, match=message):
             open_source(spec)
 

@@ -169,7 +169,6 @@ def test_a_mistake_is_one_line_with_file_dataset_and_key(folder, changes, words)
         ('{"a": {"annotation": "x"}, "a": {"annotation": "y"}}', ["'a' is given twice"]),
         ('{"a": {"annotation": "x", "annotation": "y"}}', ["'annotation' is given twice"]),
         ('{"a": {"repeat_time": NaN}}', ["NaN"]),
-        (ROW + ROW, ["line 2", "annotation file"]),
         ("[" * 100_000, ["nested too deeply"]),
         ('{"\\ud800": {"annotation": "x"}}', ["surrogate"]),
     ],

@@ -1,0 +1,140 @@
+"""A record as people write it, in the one form that everything else reads.
+
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}, ...],
+     "images": ["a.jpg"]}
+
+    {"conversations": [{"role": "user", "content": "<image>\\nWhat is it?"}, ...], "image": ["a.jpg"]}
+
+What it makes no sense of stays as it is: encoding refuses it by name. docs/data.md has the table of forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SampleError
+from .parse import parse_record
+
+TURNS = ("conversations", "messages")
+IMAGES = ("image", "images")
+_TEXTS = ("content", "value")
+_IMAGE_PARTS = ("image", "image_url", "url", "path", "base64")
+_IMAGE_ROLES = ("user", "human", "pretrain")
+
+
+def normalised(data: dict[str, Any]) -> dict[str, Any]:
+    """The record with its turns in `conversations`, each with a text, and its images in `image`; itself if it is so.
+
+    `messages` may stand for `conversations` and `images` for `image`. Turns may be a list, the JSON of one, or a dict
+    of equally long lists. A text may be a list of parts: those of images become `<image>` and a line break, as the
+    models' chat templates write them, and name their images or stand for the record's, in order.
+
+    Raises:
+        SampleError: `conversation_ambiguous`, `image_field`, `turn_value_not_text` or `placeholder_mismatch`.
+    """
+    turns = _turns_of(data)
+    in_parts = isinstance(turns, list) and any(_key_of_parts(turn) for turn in turns)
+    if not in_parts and turns is data.get("conversations") and "messages" not in data and "images" not in data:
+        return data
+    images = _one_of(data, IMAGES, "image_field")
+    if in_parts:
+        turns, images = _written_out(turns, images)
+    found = {key: value for key, value in data.items() if key not in (*TURNS, *IMAGES)}
+    found |= {"conversations": turns} if turns is not None else {}
+    return found | ({"image": images} if images is not None else {})
+
+
+def is_absent(found: Any) -> bool:
+    """Null, no name, no images, or a struct of nulls, as a table joined from two schemas holds it."""
+    if isinstance(found, (list, tuple)):
+        return not found
+    if isinstance(found, Mapping):
+        return all(value is None for value in found.values())
+    return found is None or (isinstance(found, str) and not found)
+
+
+def as_list(images: Any) -> list[Any]:
+    """The images of a field: none, one, or a list of them."""
+    if is_absent(images):
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _one_of(data: Mapping[str, Any], names: tuple[str, str], reason: str) -> Any:
+    first, second = (data.get(name) for name in names)
+    if is_absent(second):
+        return first
+    if is_absent(first):
+        return second
+    raise SampleError(reason, f"fields {names[0]!r} and {names[1]!r} are both filled: keep one of them")
+
+
+def _turns_of(data: Mapping[str, Any]) -> Any:
+    """The turns as a list of dicts where they can be read as one, else as they are."""
+    turns = _one_of(data, TURNS, "conversation_ambiguous")
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        try:
+            return parse_record(f'{{"turns": {turns}}}'.encode("utf-8", "surrogatepass"))["turns"]
+        except SampleError as error:
+            raise SampleError(error.reason, f"the conversation, a text of JSON: {error.detail}") from None
+    if isinstance(turns, tuple):
+        return list(turns)
+    if not isinstance(turns, Mapping) or not turns:
+        return turns
+    columns = list(turns.values())
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return turns
+    return [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _key_of_parts(turn: Any) -> str | None:
+    """The key under which a turn has a list of parts."""
+    if isinstance(turn, dict):
+        for key in _TEXTS:
+            if type(turn.get(key)) is list:
+                return key
+    return None
+
+
+def _written_out(turns: list[Any], images: Any) -> tuple[list[Any], Any]:
+    """Turns with texts in place of parts; the images that the parts name, or else `images`."""
+    written: list[Any] = []
+    named: list[Any] = []  # by a part of an image each, None where it only says where one stands
+    for number, turn in enumerate(turns, 1):
+        if (key := _key_of_parts(turn)) is not None:
+            before = len(named)
+            turn = turn | {key: "".join(_text_of(part, number, named) for part in turn[key])}
+            role = turn.get("role") or turn.get("from")
+            if len(named) > before and role not in _IMAGE_ROLES:
+                raise SampleError(
+                    "placeholder_mismatch", f"turn {number} ({role}) has an image; only the user's turns may"
+                )
+        written.append(turn)
+    if all(name is None for name in named):
+        return written, images
+    if None in named:
+        raise SampleError("image_field", "some parts of type 'image' name their image, others do not")
+    if not is_absent(images) and as_list(images) != named:
+        raise SampleError("image_field", "the parts of the turns name other images than the record's field: keep one")
+    return written, named
+
+
+def _text_of(part: Any, number: int, named: list[Any]) -> str:
+    """What a part is in its turn's text; the image of one that has any is added to `named`."""
+    found = part if isinstance(part, Mapping) else {}
+    kind = found.get("type") or next((key for key in ("text", "image", "image_url") if found.get(key)), None)
+    if kind == "text" and isinstance(found.get("text"), str):
+        return found["text"]
+    if kind not in ("image", "image_url"):
+        what = f"a part of type {str(kind)[:40]!r}" if kind and kind != "text" else "a part without a text"
+        raise SampleError(
+            "turn_value_not_text", f"turn {number} has {what}; parts of type 'text', 'image' and 'image_url' are read"
+        )
+    if found.get("index") not in (None, len(named)):
+        raise SampleError("image_field", f"turn {number} names image {found['index']} where {len(named)} is the next")
+    image = next((found[key] for key in _IMAGE_PARTS if not is_absent(found.get(key))), None)
+    if isinstance(image, Mapping) and isinstance(image.get("url"), str):
+        image = image["url"]
+    named.append(image.removeprefix("file://") if isinstance(image, str) else image)
+    return "<image>\n"

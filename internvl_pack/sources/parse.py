@@ -1,0 +1,83 @@
+"""How the JSON of one record is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from ..errors import SampleError
+
+MAX_RECORD_BYTES = 64 << 20
+"""A longer line or json member is refused unread: it is damage, or no conversation."""
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float, strict=True)
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_record(raw: bytes, origin: str | None = None) -> dict[str, Any]:
+    """One JSON object from UTF-8 bytes, by the letter of the JSON standard.
+
+    Refused beyond what `json.loads` refuses: NaN and infinities, numbers that overflow to one, a top level that
+    is no object, and lone surrogates (no tokenizer takes them). Raw control characters inside strings are refused
+    as the standard says. A repeated key keeps its last value.
+
+    Raises:
+        SampleError: `invalid_utf8`, `invalid_json`, `json_too_deep`, `not_an_object`, `lone_surrogate`.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad = raw[error.start : error.start + 4].hex(" ")
+        raise SampleError("invalid_utf8", f"byte {error.start} of the record ({bad}) is not UTF-8", origin) from None
+    try:
+        record = _DECODER.decode(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise SampleError("json_too_deep", "nested too deeply", origin) from None
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} at character {error.pos}"
+        if error.msg.startswith("Invalid control character"):
+            what += rf" (a raw {text[error.pos : error.pos + 1]!r} must be written as an escape such as \t)"
+        elif error.msg == "Extra data" and text[error.pos] in ",{":
+            what += " (two records on one line, or a comma after one?)"
+        elif error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            what += " (a half-written record?)"
+        raise SampleError("invalid_json", what, origin) from None
+    except ValueError as error:  # our own checks, and Python's limit on the digits of an integer
+        raise SampleError("invalid_json", str(error), origin) from None
+    if not isinstance(record, dict):
+        kind = {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(record), "a number")
+        raise SampleError("not_an_object", f"the record is {kind}, not an object", origin)
+    if _SURROGATE_ESCAPE.search(raw) and _has_lone_surrogate(record):
+        raise SampleError("lone_surrogate", r"a \ud800-\udfff escape without its partner is no character", origin)
+    return record
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return True
+        elif isinstance(value, dict):
+            waiting.extend(value)
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return False
