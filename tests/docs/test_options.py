@@ -101,7 +101,7 @@ def test_other_defaults_of_transformers_are_told():
 def test_figures_of_the_readme_stand_in_the_pages():
     """Every number of its tables of figures is one of the page that the table links to."""
     figures = (ROOT / "README.md").read_text(encoding="utf-8").split("## Speed")[1].split("\n## ")[0]
-    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("packing.md", "performance.md"))
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("packing.md", "measurements.md"))
     cells = [cell for line in figures.splitlines() if line.startswith("| ") for cell in line.split("|")[2:-1]]
     numbers = {cell.strip(" *") for cell in cells if re.fullmatch(r"[ *]*\d[\d.,]+[ *]*", cell)}
     assert len(numbers) >= 10

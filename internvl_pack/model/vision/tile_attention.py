@@ -1,7 +1,7 @@
 """Attention in the vision tower: the patches of a tile all see each other, tiles do not.
 
 SDPA does this on every device, on a GPU mostly through cuDNN. Where the language model runs on a kernel that is
-faster on tiles too (FlashAttention 4: docs/performance.md), the tower uses it as well. It is one operation to
+faster on tiles too (FlashAttention 4: docs/measurements.md), the tower uses it as well. It is one operation to
 a compiler:
 
     attend_tiles(q, k, v, scale, kernel) -> out, lse
