@@ -14,7 +14,7 @@
                           <|start|>user<|message|>...<|end|>
                           <|start|>assistant[<|channel|>final<|message|>...<|end|>], <|return|> at the very end
 
-The facts are those of InternVL's `conversation.py` and of its `preprocess_*` functions; docs/encoding.md lists where
+The facts are those of InternVL's `conversation.py` and of its `preprocess_*` functions; docs/migration.md lists where
 these differ from their text.
 """
 
