@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +138,6 @@ class Marks(TrainerCallback):
         return found
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def compilations() -> int:
     from train.warm_up import compilations as made
 
@@ -161,8 +153,8 @@ def one_rank(out: Path, measured: int, alone: bool, options: list[str]) -> None:
 
     prepare_environment()
     set_up_logging()
-    told = Lines()
-    logging.getLogger("train").addHandler(told)
+    log = BufferingHandler(capacity=10_000)
+    logging.getLogger("train").addHandler(log)
     trainer = prepare(*parse(options)).trainer
     marks = Marks(trainer, measured + 1)
     trainer.add_callback(marks)
@@ -172,7 +164,8 @@ def one_rank(out: Path, measured: int, alone: bool, options: list[str]) -> None:
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)
-    seen: dict[str, Any] = {"parts": marks.parts()[-measured:], "warm_up": [x for x in told.lines if "warm-up" in x]}
+    lines = [record.getMessage() for record in log.buffer]
+    seen: dict[str, Any] = {"parts": marks.parts()[-measured:], "warm_up": [x for x in lines if "warm-up" in x]}
     seen["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9 if on_cuda else 0.0
     seen["compiled"] = compilations() - marks.steps[0]["compiled"]
     seen["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

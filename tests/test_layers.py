@@ -133,6 +133,25 @@ def test_modules_of_ours_that_are_imported_are_there(folder):
     assert missing == []
 
 
+def test_nothing_imports_from_a_test():
+    """What several tests need stands in tests/helpers or in a conftest.py."""
+    found = [
+        f"{path.relative_to(ROOT)} {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if any(part == "conftest" or part.startswith("test_") for part in name.split("."))
+    ]
+    assert found == []
+
+
+def test_tests_lie_in_the_folders_that_they_test():
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folder = path.parent.relative_to(ROOT / "tests")
+        assert folder.parts[:1] in ((), ("docs",), ("shell",), ("train",)) or (ROOT / "internvl_pack" / folder).is_dir()
+
+
 def test_the_graph_sees_imports_within_functions_and_circles(tmp_path):
     known = dict.fromkeys(("a", "a.b", "a.c", "a.d", "a.e", "d"), tmp_path)
     (tmp_path / "b.py").write_text(

@@ -30,6 +30,24 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+#: The words of made-up data.
+WORDS = (
+    "one",
+    "two",
+    "three",
+    "four",
+    "packs",
+    "rows",
+    "tiles",
+    "lanes",
+    "tokens",
+    "of",
+    "the",
+    "and",
+    "image",
+    "text",
+)
+
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on `texts`, with the ChatML and InternVL special tokens.

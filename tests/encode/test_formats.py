@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from helpers.encode_samples import SPEC, jpeg, raw_sample
+from helpers.encode_samples import SPEC, expected, jpeg, raw_sample
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
@@ -44,17 +44,6 @@ def with_bos(tokenizer, bos="<s>"):
         single=f"{bos} $A", special_tokens=[(bos, other.convert_tokens_to_ids(bos))]
     )
     return other
-
-
-def expected(tokenizer, *runs):
-    """(ids, labels) of runs of text; a run that is a list is trained."""
-    ids, labels = [], []
-    for run in runs:
-        text = run[0] if isinstance(run, list) else run
-        found = tokenizer(text, add_special_tokens=False).input_ids
-        ids += found
-        labels += found if isinstance(run, list) else [-100] * len(found)
-    return ids, labels
 
 
 def encoded(tokenizer, conv_style, turns, images=None, **fields):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.encode_samples import SPEC, jpeg, raw_sample
+from helpers.encode_samples import SPEC, expected, jpeg, raw_sample
 
 from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.errors import SampleError
@@ -16,17 +16,6 @@ def encoded(tokenizer, turns, images=None):
     encoder = Encoder(tokenizer, EncodeConfig(conv_style="internvl2_5", tokens_per_tile=4))
     sample = encoder.encode(raw_sample(turns, images), SPEC)
     return sample.input_ids.tolist(), sample.labels.tolist()
-
-
-def expected(tokenizer, *runs):
-    """(ids, labels) of runs of text, each read by itself; a run that is a list is trained."""
-    ids, labels = [], []
-    for run in runs:
-        text = run[0] if isinstance(run, list) else run
-        found = tokenizer(text, add_special_tokens=False).input_ids
-        ids += found
-        labels += found if isinstance(run, list) else [-100] * len(found)
-    return ids, labels
 
 
 SYSTEM = "<|im_start|>system\nS<|im_end|>\n"

@@ -77,3 +77,14 @@ def case_samples(shared_dir, name: str) -> dict[str, RawSample]:
         row["id"]: RawSample(f"test/{number}", row["id"], f"{name}:line {number + 1}", row, resolve)
         for number, row in enumerate(rows)
     }
+
+
+def expected(tokenizer, *runs: str | list[str]) -> tuple[list[int], list[int]]:
+    """(ids, labels) of runs of text, each read by itself; a run that is a list is trained."""
+    ids, labels = [], []
+    for run in runs:
+        text = run[0] if isinstance(run, list) else run
+        found = tokenizer(text, add_special_tokens=False).input_ids
+        ids += found
+        labels += found if isinstance(run, list) else [-100] * len(found)
+    return ids, labels

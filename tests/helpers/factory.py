@@ -12,24 +12,9 @@ from typing import Any
 from PIL import Image
 
 from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.testing.tiny import WORDS
 
 TINY = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=6)
-WORDS = (
-    "one",
-    "two",
-    "three",
-    "four",
-    "packs",
-    "rows",
-    "tiles",
-    "lanes",
-    "tokens",
-    "of",
-    "the",
-    "and",
-    "image",
-    "text",
-)
 
 
 def png(width: int, height: int, shade: int) -> bytes:

@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,6 @@ class Watch(TrainerCallback):
         )
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
     """Losses of a row's targets by the model as it is wrapped: all samples at once, and each in a row of its own."""
     model = trainer.model_wrapped
@@ -111,8 +103,9 @@ def run_all(runs: list[dict[str, Any]]) -> None:
     set_up_logging()
     torch._dynamo.config.recompile_limit = 64  # runs share what is compiled, and each adds a case or two
     for run in runs:
-        told = Lines()
-        logging.getLogger("train").addHandler(told)
+        warnings = BufferingHandler(capacity=10_000)
+        warnings.setLevel(logging.WARNING)
+        logging.getLogger("train").addHandler(warnings)
         prepared = prepare(*parse(run["options"]))
         trainer = prepared.trainer
         watch = Watch(trainer, run["planted"])
@@ -120,10 +113,14 @@ def run_all(runs: list[dict[str, Any]]) -> None:
         if run["warm_up"]:
             trainer.add_callback(WarmUp(trainer, *trainer.loader.budget))
         assert prepared.train() == 0
-        logging.getLogger("train").removeHandler(told)
+        logging.getLogger("train").removeHandler(warnings)
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         seen = {name: [entry[key] for entry in logs] for name, key in (("losses", "loss"), ("norms", "grad_norm"))}
-        seen |= {"steps": watch.steps, "lines": told.lines, "compiled": watch.compiled}
+        seen |= {
+            "steps": watch.steps,
+            "lines": [record.getMessage() for record in warnings.buffer],
+            "compiled": watch.compiled,
+        }
         seen["alone"], seen["packed"] = alone_and_packed(trainer)
         out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
         out.write_text(json.dumps(seen), encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.factory import TINY, WORDS, png, write_jsonl, write_meta
+from helpers.factory import TINY, png, write_jsonl, write_meta
 from helpers.presets import (
     CONFIG,
     files,
@@ -33,6 +33,7 @@ from internvl_pack.samples import Samples
 from internvl_pack.stream import stored
 from internvl_pack.stream.loader import build_loader
 from internvl_pack.stream.preset_dataset import PresetDataset
+from internvl_pack.testing.tiny import WORDS
 
 pq = pytest.importorskip("pyarrow.parquet")
 COUNT = 120

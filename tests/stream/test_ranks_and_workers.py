@@ -1,10 +1,4 @@
-"""Twelve ways in which runs of other packers have gone wrong, each as it must go.
-
-R01 uneven ranks, R02 idle readers, R03 seeds that differ by rank, R04 persistent workers, R05 resume of
-buffered and prefetched packs, R06 other topologies, R07 saves at the edges, R08 late resume, R09 double
-sharding, R10 text-only ranks under ZeRO-3, R11 tensor-parallel peers, R12 memory over epochs.
-R05 and R07 are tests of stream/test_loader.py; R09 and R10 run in train/test_resume.py and train/test_deepspeed.py.
-"""
+"""Ranks and workers: unequal data, seeds, epochs, resumes on other topologies, memory, and a worker that is killed."""
 
 from __future__ import annotations
 
@@ -59,7 +53,7 @@ def text_rows(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-def test_r01_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path):
+def test_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path):
     """Fewer samples than ranks' rows: some ranks have less, or nothing, and end with the others."""
     meta = write_jsonl(tmp_path, rows)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
@@ -72,14 +66,14 @@ def test_r01_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path)
     assert len(seen) == rows and set(seen.values()) == {1}
 
 
-def test_r02_more_readers_than_shards_all_have_something_or_end_quietly(tokenizer, tmp_path):
+def test_of_more_readers_than_shards_all_have_something_or_end_quietly(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 15, per_shard=5)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     seen = Counter(i for loader in make(meta, tokenizer, config, ranks=2, workers=4) for i in real_ids(loader))
     assert len(seen) == 15 and set(seen.values()) == {1}
 
 
-def test_r03_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path):
+def test_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 64, per_shard=4)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     for epoch in range(2):
@@ -91,7 +85,7 @@ def test_r03_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path
         assert len(seen) == 64 and set(seen.values()) == {1}
 
 
-def test_r04_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
+def test_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 40)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     runs = []
@@ -107,7 +101,7 @@ def test_r04_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 2), (1, 4), (2, 0), (2, 3)])
-def test_r06_a_state_of_2x4_readers_goes_on_with_any_other(ranks, workers, tokenizer, tmp_path):
+def test_a_state_of_2x4_readers_goes_on_with_any_other(ranks, workers, tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 80)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     first = make(meta, tokenizer, config, ranks=2, workers=4, accumulation=2)
@@ -123,7 +117,7 @@ def test_r06_a_state_of_2x4_readers_goes_on_with_any_other(ranks, workers, token
     assert len({*before, *after}) == 80
 
 
-def test_r08_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(tokenizer, tmp_path, monkeypatch):
+def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(tokenizer, tmp_path, monkeypatch):
     rows = 1_000_000
     text_rows(tmp_path / "big.jsonl", rows)
     meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
@@ -163,7 +157,7 @@ def _counting(decode, calls):
     return counted
 
 
-def test_r11_tensor_parallel_peers_get_the_same_packs_and_all_ranks_one_state(tokenizer, tmp_path):
+def test_tensor_parallel_peers_get_the_same_packs_and_all_ranks_one_state(tokenizer, tmp_path):
     """Four processes, two data ranks: the data rank is what a dataset is told."""
     meta = write_jsonl(tmp_path, 60)
     config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
@@ -178,7 +172,7 @@ def test_r11_tensor_parallel_peers_get_the_same_packs_and_all_ranks_one_state(to
     assert peers[0][1] == peers[2][1]
 
 
-def test_r12_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
+def test_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
     """Rows are numpy offsets: no Python object a row, whose reference count would copy pages in workers."""
     rows = 400_000
     text_rows(tmp_path / "big.jsonl", rows)

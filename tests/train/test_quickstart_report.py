@@ -1,23 +1,16 @@
-"""Figures at the end of a run, the quickstart's table and last line, and the console's progress."""
+"""Figures at the end of a run, the quickstart's table and last line."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from internvl_pack.ledger import Ledger
 from train import quickstart_report
-from train.progress import ConsoleProgress
 from train.summary import tokens_per_second
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = """ranks zero_stage steps steps_over_bound steps_empty token_fill tile_fill packs samples_in samples_packed
 samples_dropped loss_first loss_last tokens_per_s_packed tokens_per_s_padded"""
 
@@ -103,68 +96,3 @@ def test_a_run_that_did_not_end_is_named(folders, capsys):
 )
 def test_speed_counts_steps_after_the_warm_up_only(step_times, expected):
     assert tokens_per_second(step_times) == expected
-
-
-def state(step: int, total: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(is_world_process_zero=True, global_step=step, max_steps=total)
-
-
-def test_without_a_terminal_progress_is_whole_lines(monkeypatch):
-    out = io.StringIO()
-    progress = ConsoleProgress("packed", out)
-    monkeypatch.setattr("train.progress.SECONDS_BETWEEN_LINES", 0.0)
-    progress.on_train_begin(None, state(0), None)
-    for step in (1, 2):
-        progress.on_step_end(None, state(step), None)
-        progress.on_log(None, state(step), None, {"loss": 3.0, "token_fill": 0.5})
-    progress.on_train_end(None, state(2, total=2), None)
-    assert out.getvalue().splitlines() == [
-        "packed [#####---------------] step 1/4: loss 3.0000, fill 50.0%",
-        "packed [##########----------] step 2/4: loss 3.0000, fill 50.0%",
-        "packed [####################] step 2/2: loss 3.0000, fill 50.0%",
-    ]
-
-
-def test_other_ranks_are_silent():
-    out = io.StringIO()
-    progress = ConsoleProgress("packed", out)
-    quiet = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=1)
-    progress.on_train_begin(None, quiet, None)
-    progress.on_log(None, quiet, None, {"loss": 1.0})
-    progress.on_train_end(None, quiet, None)
-    assert out.getvalue() == ""
-
-
-# --- the scripts ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", ["shell/quickstart.sh", "shell/test.sh", "shell/lib.sh", ".ci/run"])
-def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-
-
-def call_lib(code: str, **env: str) -> subprocess.CompletedProcess:
-    command = ["bash", "-c", f'set -euo pipefail; . "{ROOT}/shell/lib.sh"; {code}']
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
-
-
-def test_set_up_takes_an_interpreter_that_is_given(tmp_path):
-    done = call_lib("ensure_python; echo $PY", INTERNVL_PACK_PYTHON=sys.executable)
-    assert done.stdout.strip() == sys.executable
-
-
-def test_set_up_is_over_at_once_when_nothing_has_changed(tmp_path):
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(sys.executable)
-    env = {"INTERNVL_PACK_VENV": str(venv), "PYTHON": sys.executable, "INTERNVL_PACK_PYTHON": ""}
-    key = call_lib('torch="$CPU_TORCH"; [ "$(count_gpus)" -gt 0 ] && torch=""; install_key "$PYTHON" "$torch"', **env)
-    (venv / ".installed").write_text(key.stdout)
-    done = call_lib("ensure_python; echo $PY", **env)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == str(venv / "bin" / "python")
-
-
-def test_a_python_too_old_or_absent_is_said(tmp_path):
-    done = call_lib("ensure_python", PYTHON="python9", INTERNVL_PACK_PYTHON="", INTERNVL_PACK_VENV=str(tmp_path / "v"))
-    assert done.returncode == 1 and "python9 is not installed" in done.stderr

@@ -1,0 +1,65 @@
+"""Options that do not go together, by the way of packing."""
+
+from __future__ import annotations
+
+import pytest
+
+from internvl_pack.errors import UserError
+from train.combinations import check_combinations
+
+DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "preset_path": None,
+    "packing_policy": "subset_sum",
+    "max_buffer_size": 64,
+    "balance_reservoir": 0,
+    "max_attention_cost": None,
+    "num_lanes": None,
+    "shuffle_buffer_size": None,
+    "max_seq_length": None,
+    "max_packed_tokens": 8192,
+    "num_images_expected": 40,
+    "max_dynamic_patch": 12,
+    "dynamic_image_size": True,
+    "use_thumbnail": True,
+    "strict_mode": False,
+    "pad_to_max_length": False,
+    "pad_seq_to_mult": 1,
+    "pad_cu_seqlens_to": None,
+}
+TWO = {"per_device_train_batch_size": 2}
+COMBINATIONS = [
+    ("in_batch", {}, "--per_device_train_batch_size 1: a row of one sample is not packed"),
+    ("in_batch", TWO, None),
+    ("in_batch", TWO | {"preset_path": "p"}, "--preset_path with --packing in_batch"),
+    ("stream", {"preset_path": "p", "packing": None}, "--preset_path with --packing stream"),
+    ("padded", {"preset_path": "p"}, "--preset_path with --packing padded"),
+    ("preset", {"packing": None}, "--packing preset needs --preset_path"),
+    ("preset", {"preset_path": "p"}, None),
+    ("preset", {"preset_path": "p"} | TWO, None),
+    ("preset", {"preset_path": "p", "num_lanes": 8}, None),  # not needed any more, which config.py says
+    ("preset", {"preset_path": "p", "shuffle_buffer_size": 9}, "--shuffle_buffer_size with --packing preset"),
+    ("preset", {"preset_path": "p", "max_buffer_size": 8}, "--max_buffer_size with --packing preset"),
+    ("in_batch", TWO | {"packing_policy": "greedy"}, "--packing_policy with --packing in_batch"),
+    ("in_batch", TWO | {"max_attention_cost": 9}, "--max_attention_cost with --packing in_batch"),
+    ("in_batch", TWO | {"max_seq_length": 4096}, None),
+    ("in_batch", TWO | {"max_seq_length": 4097}, "--max_seq_length 4097 x --per_device_train_batch_size 2 exceeds"),
+    ("in_batch", {"per_device_train_batch_size": 4}, "--num_images_expected 40 leaves each of 4 samples"),
+    ("in_batch", {"per_device_train_batch_size": 4, "dynamic_image_size": False}, None),
+    ("padded", {"pad_seq_to_mult": 8}, "--pad_seq_to_mult without packing"),
+    ("padded", {"pad_to_max_length": True}, "--pad_to_max_length without packing"),
+    ("padded", {"strict_mode": True}, None),
+    ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --pad_to_max_length"),
+    ("stream", {"pad_cu_seqlens_to": 65, "pad_to_max_length": True}, None),
+    ("stream", {"pad_seq_to_mult": 3, "pad_to_max_length": True}, "--max_packed_tokens 8192 is no multiple"),
+    ("stream", {"pad_seq_to_mult": 128, "pad_to_max_length": True}, None),
+]
+
+
+@pytest.mark.parametrize(("packing", "options", "message"), COMBINATIONS)
+def test_combinations(packing, options, message):
+    if message is None:
+        check_combinations(packing, DEFAULTS | options)
+        return
+    with pytest.raises(UserError, match=message):
+        check_combinations(packing, DEFAULTS | options)
