@@ -1,11 +1,4 @@
-"""Fine-tuning runs in two processes, looked at step by step: `step_worker.py RUNS.json`.
-
-RUNS.json: a list of {"options": [options of finetune.py], "planted": [step, rank] of a NaN in a gradient, or null,
-"warm_up": whether to warm up, which finetune.py does where layers are compiled}.
-Writes into each run's output folder rank<r>.json: by step, marks of weights and optimizer states after it, the learning
-rate, whether it was skipped, and the ids of that rank's samples; losses and norms; what the log said; how often
-something was compiled; and of a row at the end, losses of its targets packed and a sample at a time.
-"""
+"""Fine-tuning runs looked at step by step, one after the other in the same ranks: for `ranks.run`."""
 
 from __future__ import annotations
 
@@ -14,14 +7,10 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch._dynamo.config
@@ -29,7 +18,6 @@ from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
-from helpers.finetune_series import forked, import_all
 from helpers.model_samples import mixed_segments, packed_batch
 from internvl_pack.model import build
 from train.environment import set_up_logging, shut_down
@@ -88,6 +76,10 @@ class Watch(TrainerCallback):
         )
 
 
+def count_tiles(tiles: list[int], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    tiles.append(len(kwargs["pixel_values"]))
+
+
 def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
     """Losses of a row's targets by the model as it is wrapped: all samples at once, and each in a row of its own."""
     model = trainer.model_wrapped
@@ -100,7 +92,18 @@ def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
 
 
 def run_all(runs: list[dict[str, Any]]) -> None:
+    """Make runs, each into its output folder.
+
+    Writes rank<r>.json: by step, marks of weights and optimizer states after it, the learning rate, whether it was
+    skipped, and the ids of that rank's samples; losses and norms; tiles of every forward pass; what the log said; how
+    often something was compiled; and of a row at the end, losses of its targets packed and a sample at a time.
+
+    Args:
+        runs: {"options": [options of finetune.py], "planted": [step, rank] of a NaN in a gradient, or null,
+            "warm_up": whether to warm up, which finetune.py does where layers are compiled}.
+    """
     set_up_logging()
+    build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")  # Inductor needs a C++ compiler here
     torch._dynamo.config.recompile_limit = 64  # runs share what is compiled, and each adds a case or two
     for run in runs:
         warnings = BufferingHandler(capacity=10_000)
@@ -112,7 +115,10 @@ def run_all(runs: list[dict[str, Any]]) -> None:
         trainer.add_callback(watch)
         if run["warm_up"]:
             trainer.add_callback(WarmUp(trainer, *trainer.loader.budget))
+        tiles: list[int] = []
+        hook = trainer.model.register_forward_pre_hook(partial(count_tiles, tiles), with_kwargs=True)
         assert prepared.train() == 0
+        hook.remove()
         logging.getLogger("train").removeHandler(warnings)
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         seen = {name: [entry[key] for entry in logs] for name, key in (("losses", "loss"), ("norms", "grad_norm"))}
@@ -120,6 +126,7 @@ def run_all(runs: list[dict[str, Any]]) -> None:
             "steps": watch.steps,
             "lines": [record.getMessage() for record in warnings.buffer],
             "compiled": watch.compiled,
+            "tiles": tiles,
         }
         seen["alone"], seen["packed"] = alone_and_packed(trainer)
         out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
@@ -128,9 +135,3 @@ def run_all(runs: list[dict[str, Any]]) -> None:
         gc.collect()
         AcceleratorState._reset_state()  # one DeepSpeed config a process is accelerate's rule
     shut_down()
-
-
-if __name__ == "__main__":
-    import_all()
-    build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")  # Inductor needs a C++ compiler here
-    sys.exit(forked(run_all, json.loads(Path(sys.argv[1]).read_text()), 2))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ranks
 from helpers.factory import write_jsonl
 from helpers.launched import losses, made_in
 
@@ -144,19 +142,7 @@ def runs(made, tmp_path_factory) -> Path:
         evaluated = ("--eval_meta_path", str(made / "held_out" / "meta.json")) if "--do_eval" in options else ()
         given = [*of(made), "--output_dir", str(out / name), *COMMON, *evaluated, *options]
         series.append({"options": given, "unreadable": {"1": UNREADABLE} if name == "zero1" else {}})
-    (out / "series.json").write_text(json.dumps(series))
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "helpers" / "finetune_series.py"),
-        str(out / "series.json"),
-        str(PROCESSES),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-    (out / "log.txt").write_text(done.stderr)
-    assert done.returncode == 0, done.stderr[-5000:]
+    ranks.run("helpers.finetune_series:run_all", series, PROCESSES, out / "log.txt", timeout=500)
     return out
 
 

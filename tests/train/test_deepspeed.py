@@ -1,16 +1,14 @@
-"""`finetune.py` for real: DeepSpeed ZeRO 1, 2 and 3 in two processes against a plain PyTorch loop."""
+"""Training with DeepSpeed ZeRO 1, 2 and 3 in two processes against a plain PyTorch loop."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.factory import png, write_meta
+from helpers.stepping import run_ranks
 
 from internvl_pack.batch.collate import packed_collate_fn
 from internvl_pack.config import PackingConfig
@@ -20,23 +18,19 @@ from internvl_pack.stream.loader import build_loader
 from train.arguments import DataTrainingArguments
 
 TOLERANCE = 1e-5
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 SEED = 47  # of the order: packs of like cost meet in a step, and here one of text alone and one of images
 MAX_GRAD_NORM = 0.5
-RUNS = {  # name -> (processes, options)
-    "zero1": (2, ["--deepspeed", "zero_stage1"]),
-    "zero2": (2, ["--deepspeed", "zero_stage2"]),
-    "zero3": (2, ["--deepspeed", "zero_stage3"]),
-    "plain": (1, ["--gradient_accumulation_steps", "2"]),
+RUNS = {
+    "zero1": {"deepspeed": "zero_stage1"},
+    "zero2": {"deepspeed": "zero_stage2"},
+    "zero3": {"deepspeed": "zero_stage3"},
+    "plain": {"gradient_accumulation_steps": 2},  # in one process
 }
-DATA = ["--force_image_size", "56", "--use_packed_ds", "True", "--max_packed_tokens", "320"]
-DATA += ["--num_images_expected", "8", "--loss_reduction", "square", "--data_seed", str(SEED)]
 # A large epsilon: Adam's first steps are otherwise signs of gradients, which rounding may turn.
 ADAM = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "adam_beta2": 0.99, "weight_decay": 0.0}
-OPTIONS = [*DATA, "--max_steps", str(STEPS), "--lr_scheduler_type", "constant", "--max_grad_norm", str(MAX_GRAD_NORM)]
-OPTIONS += ["--optim", "adamw_torch", "--logging_steps", "1", "--save_strategy", "no", "--use_cpu", "True"]
-OPTIONS += [word for name, value in ADAM.items() for word in (f"--{name}", str(value))]
+COMMON = {"max_packed_tokens": 320, "loss_reduction": "square", "data_seed": SEED, "max_grad_norm": MAX_GRAD_NORM}
+COMMON |= {"max_steps": STEPS, "lr_scheduler_type": "constant", "logging_steps": 1, "grad_checkpoint": True, **ADAM}
 
 
 @pytest.fixture(scope="module")
@@ -62,29 +56,15 @@ def made(tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(made, tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
-    """Output folder and what each rank saw, by run; each is started when it is first asked for."""
-
-    class Runs(dict):
-        def __missing__(self, name):
-            self[name] = launch(made, tmp_path_factory.mktemp(name), *RUNS[name])
-            return self[name]
-
-    return Runs()
-
-
-def launch(made: Path, out: Path, processes: int, options: list[str]) -> tuple[Path, list[dict]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(ROOT / "tests" / "helpers" / "finetune_worker.py"), str(out), "--output_dir", str(out / "model")]
-    command += ["--meta_path", str(made / "meta.json"), "--model_name_or_path", str(made / "model")]
+def runs(made) -> dict[str, tuple[Path, list[dict]]]:
+    """Output folder and what each rank saw, by run."""
     # Nothing to compile with: DeepSpeed on a CPU must not need a compiler.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CXX": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(out / "ext")}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    done = subprocess.run([*command, *OPTIONS, *options], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert not (out / "ext").exists(), "an op was compiled"
-    return out / "model", [json.loads((out / f"rank{r}.json").read_text()) for r in range(processes)]
+    env = {"CXX": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(made / "ext")}
+    seen = {}
+    for processes, names in ((2, ("zero1", "zero2", "zero3")), (1, ("plain",))):
+        seen |= run_ranks(made, {name: COMMON | RUNS[name] for name in names}, processes=processes, **env)
+    assert not (made / "ext").exists(), "an op was compiled"
+    return {name: (made / name, ranks) for name, ranks in seen.items()}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +102,7 @@ def test_training_equals_plain_pytorch(name, runs, reference):
     # The trainer logs the mean over ranks of their shares: each rank's loss times the number of ranks.
     torch.testing.assert_close(torch.tensor(seen[0]["losses"]), torch.tensor(losses), rtol=TOLERANCE, atol=0)
     assert min(norms) > MAX_GRAD_NORM, "clipping takes part"
-    torch.testing.assert_close(torch.tensor(seen[0]["grad_norms"]), torch.tensor(norms), rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(torch.tensor(seen[0]["norms"]), torch.tensor(norms), rtol=TOLERANCE, atol=0)
     trained = load(output_dir).state_dict()
     assert trained.keys() == weights.keys()
     for key, value in weights.items():
@@ -136,8 +116,12 @@ def test_one_rank_trained_without_an_image_while_the_other_had_some(name, runs):
 
 
 def test_one_process_trains_the_same_samples_as_two(runs):
-    (_, (alone,)), (_, pair) = runs["plain"], runs["zero1"]
-    assert sorted(alone["sample_ids"]) == sorted(pair[0]["sample_ids"] + pair[1]["sample_ids"])
+    def trained(name: str) -> list[list[str]]:
+        """Ids by step, of all ranks."""
+        by_rank = [rank["steps"] for rank in runs[name][1]]
+        return [sorted(i for step in steps for i in step["sample_ids"]) for steps in zip(*by_rank, strict=True)]
+
+    assert trained("plain") == trained("zero1")
 
 
 @pytest.mark.parametrize("name", ["zero3", "plain"])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.factory import TINY, write_jsonl, write_meta
+from helpers.ranks import run
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 30
 
 
@@ -33,15 +31,12 @@ def made(tmp_path_factory, tokenizer) -> Path:
 
 def evaluate(made: Path, out: Path, *options: str, ranks: int = 1) -> dict[str, float]:
     """The eval figures that a run of one step with learning rate 0 logs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
-    command += ["--meta_path", str(made / "meta.json"), "--eval_meta_path", str(made / "meta.json")]
-    command += ["--output_dir", str(out), "--use_packed_ds", "True", "--force_image_size", "56", "--do_eval", "True"]
-    command += ["--max_steps", "1", "--learning_rate", "0", "--save_strategy", "no", "--report_to", "none"]
-    command += ["--num_images_expected", "24", "--use_cpu", "True", "--check_isolation", "False", *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json")]
+    argv += ["--eval_meta_path", str(made / "meta.json"), "--do_eval", "True", "--output_dir", str(out)]
+    argv += ["--use_packed_ds", "True", "--force_image_size", "56", "--num_images_expected", "24"]
+    argv += ["--max_steps", "1", "--learning_rate", "0", "--save_strategy", "no", "--report_to", "none"]
+    argv += ["--use_cpu", "True", "--check_isolation", "False", *options]
+    run("train.finetune:main", argv, ranks, out.with_suffix(".log"))
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     (logged,) = (entry for entry in history if "eval_loss" in entry)
     return {key: value for key, value in logged.items() if key.startswith("eval_")}
@@ -82,10 +77,10 @@ def test_figures_are_those_of_samples_one_by_one_on_any_ranks_workers_and_budget
         evaluate(made, tmp_path / "b", "--max_packed_tokens", "2048", "--dataloader_num_workers", "2"),
         evaluate(made, tmp_path / "c", "--max_packed_tokens", "900", "--deepspeed", "zero_stage3", ranks=2),
     ]
-    for run in runs:
+    for seen in runs:
         for name, value in expected.items():
-            assert run[name] == pytest.approx(value, rel=1e-5), name
-        assert set(run) == {*expected, "eval_loss_second"}
+            assert seen[name] == pytest.approx(value, rel=1e-5), name
+        assert set(seen) == {*expected, "eval_loss_second"}
 
 
 def test_evaluation_without_held_out_data_is_refused(made, tmp_path, capsys):

@@ -7,7 +7,9 @@ import math
 
 import pytest
 from helpers.launched import made_in
-from helpers.stepping import ROOT, run_in_two
+from helpers.stepping import run_ranks
+
+from train.arguments import CONFIGS
 
 STEPS, PLANTED = 5, 3
 HALF = {"bf16": True, "optim": "adamw_torch_fused"}
@@ -26,12 +28,12 @@ RUNS = {
 def runs(tmp_path_factory, tokenizer) -> dict[str, list[dict]]:
     """What each rank saw, by run."""
     made = made_in(tmp_path_factory.mktemp("made"), tokenizer, 60)
-    own = json.loads((ROOT / "train" / "configs" / "zero_stage1.json").read_text(encoding="utf-8"))
+    own = json.loads((CONFIGS / "zero_stage1.json").read_text(encoding="utf-8"))
     del own["bf16"]["check_grad_overflow"]
     (made / "own.json").write_text(json.dumps(own), encoding="utf-8")
     all_runs = {name: {**options, "max_steps": STEPS} for name, options in RUNS.items()}
     all_runs["a user's zero1"]["deepspeed"] = made / "own.json"
-    return run_in_two(made, all_runs, planted=(PLANTED, 1))
+    return run_ranks(made, all_runs, planted=(PLANTED, 1))
 
 
 @pytest.mark.parametrize("name", RUNS)

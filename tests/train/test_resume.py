@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.factory import write_jsonl
 from helpers.launched import losses, made_in, steps_made
+from helpers.ranks import Run
+from helpers.ranks import start as begin
 from transformers import AutoTokenizer
 
 from internvl_pack import PresetDataset
 from internvl_pack.cli import main as internvl_pack
 from train.sample_log import read_sample_log
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 400
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks
 
@@ -38,45 +36,41 @@ SHAPE += ("--num_images_expected", "24")
 STREAM = ("--use_packed_ds", "True")
 
 
-def start(
-    made: Path, out: Path, ranks: int, extra: Sequence[str] = (), packing: Sequence[str] = STREAM
-) -> subprocess.Popen:
+def start(made: Path, out: Path, ranks: int, extra: Sequence[str] = (), packing: Sequence[str] = STREAM) -> Run:
     """A run over two epochs that resumes from its last complete checkpoint; the same steps on any number of ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
-    command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), *SHAPE, *packing]
-    command += ["--deepspeed", "zero_stage1"]
-    command += ["--gradient_accumulation_steps", str(PACKS_PER_STEP // ranks), "--num_train_epochs", "2"]
-    command += ["--learning_rate", "1e-4", "--lr_scheduler_type", "linear", "--save_strategy", "steps"]
-    command += ["--save_steps", "1", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
-    command += ["--log_sample_ids", "True", "--check_isolation", "False", "--grad_checkpoint", "False"]
-    command += ["--report_to", "none", "--use_cpu", "True", *extra]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = open(out.with_suffix(".log"), "ab")  # noqa: SIM115
-    return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json")]
+    argv += ["--output_dir", str(out), *SHAPE, *packing, "--deepspeed", "zero_stage1", "--num_train_epochs", "2"]
+    argv += ["--gradient_accumulation_steps", str(PACKS_PER_STEP // ranks)]
+    argv += ["--learning_rate", "1e-4", "--lr_scheduler_type", "linear", "--save_strategy", "steps"]
+    argv += ["--save_steps", "1", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
+    argv += ["--log_sample_ids", "True", "--check_isolation", "False", "--grad_checkpoint", "False"]
+    argv += ["--report_to", "none", "--use_cpu", "True", *extra]
+    return begin("train.finetune:main", argv, ranks, out.with_suffix(".log"))
 
 
-def wait_for_end(run: subprocess.Popen, out: Path) -> None:
-    code = run.wait(timeout=300)
-    assert code == 0, out.with_suffix(".log").read_text()[-4000:]
+def wait_for_end(run: Run) -> None:
+    assert run.wait(timeout=300) == 0, run.told()[-4000:]
 
 
-def kill_after(run: subprocess.Popen, out: Path, step: int, delay: float) -> None:
-    """Kill -9 the launcher and every rank once `step` was made, `delay` seconds later."""
+def wait_for_step(run: Run, out: Path, step: int) -> None:
     deadline = time.monotonic() + 240
     while steps_made(out) < step and time.monotonic() < deadline:
-        assert run.poll() is None, out.with_suffix(".log").read_text()[-4000:]
+        assert run.poll() is None, run.told()[-4000:]
         time.sleep(0.05)
+
+
+def kill_after(run: Run, out: Path, step: int, delay: float) -> None:
+    """Kill -9 every rank once `step` was made, `delay` seconds later."""
+    wait_for_step(run, out, step)
     time.sleep(delay)
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
-    subprocess.run(["pkill", "-9", "-f", f"output_dir {out} "], check=False)  # ranks have sessions of their own
+    run.kill()
+    run.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(made, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    wait_for_end(start(made, out, 2), out)
+    wait_for_end(start(made, out, 2))
     assert len(losses(out)) >= 10 and len(losses(out)) % 2 == 0
     return out
 
@@ -92,7 +86,7 @@ def test_a_run_killed_on_changing_ranks_and_workers_makes_the_steps_of_one_that_
         (4, 0, rng.randint(of_an_epoch + 1, len(expected) - 2), rng.uniform(0.0, 0.6)),
     ):
         kill_after(start(made, out, ranks, ["--dataloader_num_workers", str(workers)]), out, step, delay)
-    wait_for_end(start(made, out, 2, ["--dataloader_num_workers", "2"]), out)
+    wait_for_end(start(made, out, 2, ["--dataloader_num_workers", "2"]))
     ids, whole = read_sample_log(out), read_sample_log(uninterrupted)
     assert {step: sorted(names) for step, names in ids.items()} == {s: sorted(names) for s, names in whole.items()}
     trained = Counter(name for names in ids.values() for name in names)
@@ -116,7 +110,7 @@ def test_a_run_on_a_preset_that_is_killed_trains_its_packs_on_other_ranks(made, 
     packing = ("--packing", "preset", "--preset_path", str(tmp_path / "preset"))
     out, one_epoch = tmp_path / "run", ("--num_train_epochs", "1")
     kill_after(start(made, out, 2, one_epoch, packing=packing), out, 2, 0.2)
-    wait_for_end(start(made, out, 4, one_epoch, packing=packing), out)
+    wait_for_end(start(made, out, 4, one_epoch, packing=packing))
     trained = read_sample_log(out)
     assert {step: sorted(i.split("#")[0] for i in ids) for step, ids in trained.items()} == expected
     assert set(Counter(i for ids in trained.values() for i in ids).values()) == {1}
@@ -126,29 +120,16 @@ def test_a_reader_that_is_killed_ends_every_rank_with_its_name_within_a_minute(m
     out = tmp_path / "run"
     command_extra = ["--dataloader_num_workers", "2", "--num_train_epochs", "50", "--save_strategy", "no"]
     run = start(made, out, 2, extra=command_extra)
-    deadline = time.monotonic() + 200
-    while steps_made(out) < 2 and time.monotonic() < deadline:
-        assert run.poll() is None, out.with_suffix(".log").read_text()[-4000:]
-        time.sleep(0.1)
-    readers = subprocess.run(["pgrep", "-f", f"output_dir {out} "], capture_output=True, text=True, check=True)
-    ranks = [int(pid) for pid in readers.stdout.split() if _is_reader(int(pid))]
-    assert len(ranks) == 4, "two readers for each of two ranks"
-    os.kill(ranks[-1], signal.SIGKILL)
+    wait_for_step(run, out, 2)
+    readers = [reader for rank in psutil.Process(run.pid).children() for reader in rank.children()]
+    assert len(readers) == 4, "two readers for each of two ranks"
+    pid = readers[-1].pid
+    readers[-1].kill()
     killed = time.monotonic()
     assert run.wait(timeout=100) != 0
     assert time.monotonic() - killed < 60
-    log = out.with_suffix(".log").read_text()
-    named = [line for line in log.splitlines() if "cannot read its data" in line and str(ranks[-1]) in line]
+    named = [line for line in run.told().splitlines() if "cannot read its data" in line and str(pid) in line]
     assert {line.split("]:")[0] for line in named} == {"[rank0", "[rank1"}
-
-
-def _is_reader(pid: int) -> bool:
-    """Whether a process is a DataLoader worker: its parent runs the same command line."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return Path(f"/proc/{stat[1]}/cmdline").read_bytes() == Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 def test_a_rank_without_any_data_makes_the_steps_of_the_others(made, tmp_path, tokenizer):
@@ -156,6 +137,6 @@ def test_a_rank_without_any_data_makes_the_steps_of_the_others(made, tmp_path, t
     write_jsonl(tmp_path, 1)
     out = tmp_path / "run"
     extra = ["--meta_path", str(tmp_path / "meta.json"), "--deepspeed", "zero_stage3", "--num_train_epochs", "1"]
-    wait_for_end(start(made, out, 2, extra=[*extra, "--gradient_accumulation_steps", "1"]), out)
+    wait_for_end(start(made, out, 2, extra=[*extra, "--gradient_accumulation_steps", "1"]))
     assert list(losses(out)) == [1]
     assert read_sample_log(out) == {1: ["made/0"]}

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from helpers.launched import made_in
-from helpers.stepping import run_in_two
+from helpers.stepping import run_ranks
 
 STEPS, SAVED = 20, 10
 COMMON = {
@@ -41,7 +41,7 @@ def made(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def runs(made):
-    return run_in_two(made, {name: COMMON | options for name, options in RUNS.items()})
+    return run_ranks(made, {name: COMMON | options for name, options in RUNS.items()})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -74,5 +74,5 @@ def test_a_compiled_run_of_zero_3_goes_on_where_it_was(made, runs):
     shutil.copytree(checkpoint, made / "moved" / checkpoint.name)
     more = {"resume_from_checkpoint": made / "moved" / checkpoint.name}
     options = COMMON | RUNS["zero3 compiled"] | {"save_strategy": "no"} | more
-    resumed = run_in_two(made, {"zero3 resumed": options})["zero3 resumed"][0]
+    resumed = run_ranks(made, {"zero3 resumed": options})["zero3 resumed"][0]
     assert resumed["losses"][-(STEPS - SAVED) :] == pytest.approx(whole["losses"][SAVED:], rel=1e-6)

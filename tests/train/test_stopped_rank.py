@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from helpers.launched import made_in, steps_made
+from helpers.ranks import start
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 15
+TIMEOUT = 10
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_rank_that_is_stopped_ends_the_run_within_the_time_out(tmp_path, tokenizer):
     made, out = made_in(tmp_path / "made", tokenizer, 300), tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "train" / "finetune.py"), "--model_name_or_path", str(made / "model")]
-    command += ["--meta_path", str(made / "meta.json"), "--output_dir", str(out), "--ddp_timeout", str(TIMEOUT)]
-    command += ["--force_image_size", "56", "--use_packed_ds", "True", "--max_packed_tokens", "520"]
-    command += ["--max_steps", "100000", "--save_strategy", "no", "--log_sample_ids", "True", "--use_cpu", "True"]
-    command += ["--check_isolation", "False", "--grad_checkpoint", "False", "--report_to", "none"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        run = subprocess.Popen(command, env=env, stdout=file, stderr=file)
-    ranks: list[psutil.Process] = []
+    argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json")]
+    argv += ["--output_dir", str(out), "--ddp_timeout", str(TIMEOUT), "--force_image_size", "56"]
+    argv += ["--use_packed_ds", "True", "--max_packed_tokens", "520", "--max_steps", "100000", "--save_strategy", "no"]
+    argv += ["--log_sample_ids", "True", "--use_cpu", "True", "--check_isolation", "False"]
+    argv += ["--grad_checkpoint", "False", "--report_to", "none"]
+    run = start("train.finetune:main", argv, 2, tmp_path / "log")
     try:
         deadline = time.monotonic() + 240
         while steps_made(out) < 2 and time.monotonic() < deadline:
-            assert run.poll() is None, log.read_text()[-3000:]
+            assert run.poll() is None, run.told()[-3000:]
             time.sleep(0.1)
-        ranks = [each for each in psutil.Process(run.pid).children() if "finetune.py" in " ".join(each.cmdline())]
-        assert len(ranks) == 2
-        ranks[1].send_signal(signal.SIGSTOP)
+        _, second = psutil.Process(run.pid).children()
+        second.send_signal(signal.SIGSTOP)
         started = time.monotonic()
-        told = ("another rank did not come", "Timed out waiting")
-        while not any(words in log.read_text() for words in told) and time.monotonic() < started + 4 * TIMEOUT:
+        words = ("another rank did not come", "Timed out waiting")
+        while not any(each in run.told() for each in words) and time.monotonic() < started + 4 * TIMEOUT:
             time.sleep(0.2)
-        assert any(words in log.read_text() for words in told), "rank 0 waits on"
+        assert any(each in run.told() for each in words), "rank 0 waits on"
         assert time.monotonic() - started < 3 * TIMEOUT
     finally:
-        for process in [*ranks, *psutil.Process(run.pid).children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
         run.kill()
-        run.wait()

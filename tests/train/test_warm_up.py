@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.launched import made_in
 from helpers.model_samples import packed_batch, segment, tiny_packed
-from helpers.stepping import run_in_two
+from helpers.stepping import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from internvl_pack.model.compiled import compile_blocks
@@ -59,7 +59,7 @@ def runs(tmp_path_factory, tokenizer):
     made = made_in(tmp_path_factory.mktemp("made"), tokenizer, 60)
     common = {"max_steps": STEPS, "lr_scheduler_type": "constant"}
     twice = {f"{name}{warm}": common | options for name, options in WAYS.items() for warm in ("", ", warm")}
-    return run_in_two(made, twice, warm_up=tuple(name for name in twice if name.endswith(", warm")))
+    return run_ranks(made, twice, warm_up=tuple(name for name in twice if name.endswith(", warm")))
 
 
 @pytest.mark.parametrize("name", WAYS)
