@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 from .loss_weights import IGNORE_INDEX, LOSS_REDUCTIONS, token_weights
@@ -229,12 +230,12 @@ def padded_length(num_tokens: int, pad_to: int | Sequence[int] | None) -> int:
     return min(fitting)
 
 
-def row_boundaries(batch: dict[str, Any]) -> torch.Tensor:
+def row_boundaries(batch: dict[str, Any]) -> Tensor:
     """Where the segments of a packed batch lie in its row: int32 (S+1,), from 0 to N."""
     return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
 
 
-def _static(places: torch.Tensor, count: int) -> torch.Tensor:
+def _static(places: Tensor, count: int) -> Tensor:
     if len(places) > count:
         raise ValueError(
             f"a row of {len(places) - 1} segments (pads included) needs {len(places)} boundaries: raise "
@@ -265,7 +266,7 @@ def _joined(rows: Sequence[PackRow]) -> np.ndarray | None:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _offsets(counts: Sequence[int]) -> torch.Tensor:
+def _offsets(counts: Sequence[int]) -> Tensor:
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=offsets[1:])
     return torch.from_numpy(offsets)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..errors import UserError
 
@@ -73,9 +74,7 @@ def token_weights(labels: Any, loss_reduction: str, num_targets: int | None = No
     return weights
 
 
-def shift_targets(
-    labels: torch.Tensor, weights: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def shift_targets(labels: Tensor, weights: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """For each position the label and weight of the next token of its own segment.
 
     Args:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 
@@ -353,7 +354,7 @@ _RUNTIME = (
 )
 
 
-def published(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A native state dict under the names of published files: views, with the experts of Qwen3-MoE one by one.
 
     GPT-OSS's, which have biases, are published as they are.
@@ -372,7 +373,7 @@ def published(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def _gate_and_up(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _gate_and_up(weight: Tensor) -> dict[str, Tensor]:
     gate, up = weight.chunk(2, dim=0)
     return {"gate_proj": gate, "up_proj": up}
 
@@ -415,12 +416,12 @@ class Groups(NamedTuple):
     blocks: int
     queries: int
 
-    def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, fused: Tensor) -> tuple[Tensor, ...]:
         """(rows, ...) into q, k and v; views where there is one block."""
         blocks = fused.unflatten(0, (self.blocks, self.queries + 2, -1))
         return tuple(part.flatten(0, 2) for part in (blocks[:, : self.queries], blocks[:, -2:-1], blocks[:, -1:]))
 
-    def join(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
         heads = (self.queries, 1, 1)
         blocks = [part.unflatten(0, (self.blocks, n, -1)) for part, n in zip(parts, heads, strict=True)]
         return torch.cat(blocks, dim=1).flatten(0, 2)
@@ -435,11 +436,11 @@ class Weight(NamedTuple):
     native: tuple[str, ...]
     groups: Groups | None
 
-    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
         parts = (tensor,) if self.groups is None else self.groups.split(tensor)
         return dict(zip(self.native, parts, strict=True))
 
-    def join(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def join(self, state: Mapping[str, Tensor]) -> Tensor:
         parts = [state[name] for name in self.native]
         return parts[0] if self.groups is None else self.groups.join(parts)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 from . import internvl_format
@@ -164,13 +165,13 @@ def load_original_vision(folder: str | Path, dtype: torch.dtype, attn_implementa
     return _filled(InternVLVisionModel, config, state, dtype, attn_implementation)
 
 
-class _Named(Mapping[str, torch.Tensor]):
+class _Named(Mapping[str, Tensor]):
     """Stored weights under other names."""
 
-    def __init__(self, stored: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         self._stored, self._names = stored, names
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self._stored[self._names[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -192,7 +193,7 @@ def _filled(
     return model
 
 
-def _state(stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
+def _state(stored: Mapping[str, Tensor], plan: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` takes as state dict."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -223,24 +224,24 @@ class _Piece:
     """A native tensor that is cut from its file when it is indexed, as safetensors' own slices are."""
 
     def __init__(
-        self, stored: Mapping[str, torch.Tensor], name: str, weight: Weight, native: str, dtype: torch.dtype
+        self, stored: Mapping[str, Tensor], name: str, weight: Weight, native: str, dtype: torch.dtype
     ) -> None:
         self._make = lambda: weight.split(stored[name])[native]
         self._is_view = weight.groups is None or weight.groups.blocks == 1
         self._dtype = dtype
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         tensor = self._make()[index]
         # Of another dtype it is copied by the cast that follows; else it must not stay a part of the file.
         return tensor.clone() if self._is_view and tensor.dtype == self._dtype else tensor
 
 
-def _state_for_zero3(stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+def _state_for_zero3(stored: Mapping[str, Tensor], plan: Mapping[str, Weight]) -> dict[str, Tensor]:
     """Rank 0 gives the values (mapped from the files), the others names and shapes."""
     import torch.distributed as dist
 
     on_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, weight in plan.items():
         tensor = stored[name]
         state |= weight.split(tensor if on_rank_0 else tensor.to("meta"))
@@ -254,7 +255,7 @@ def _native_config(folder: str | Path, image_token_id: int) -> Any:
         raise UserError(f"{folder}: {error}") from error
 
 
-def _shapes(config: Any) -> dict[str, torch.Tensor]:
+def _shapes(config: Any) -> dict[str, Tensor]:
     """The published native names of a config's model with tensors of no memory."""
     from transformers import InternVLForConditionalGeneration
 
@@ -275,7 +276,7 @@ def _without_zero3() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-def _check_weights(folder: str | Path, stored: Mapping[str, torch.Tensor], config: Any) -> dict[str, Weight]:
+def _check_weights(folder: str | Path, stored: Mapping[str, Tensor], config: Any) -> dict[str, Weight]:
     """What is stored, by original names, each as the native model takes it.
 
     Raises:
@@ -292,10 +293,7 @@ def _check_weights(folder: str | Path, stored: Mapping[str, torch.Tensor], confi
 
 
 def _check_plan(
-    folder: str | Path,
-    stored: Mapping[str, torch.Tensor],
-    plan: Mapping[str, Weight],
-    shapes: Mapping[str, torch.Tensor],
+    folder: str | Path, stored: Mapping[str, Tensor], plan: Mapping[str, Weight], shapes: Mapping[str, Tensor]
 ) -> None:
     try:
         internvl_format.check_names(stored)
@@ -312,7 +310,7 @@ def _check_plan(
 
 
 def _remember_tied_head(
-    stored: Mapping[str, torch.Tensor], plan: Mapping[str, Weight], config: Any, folder: str | Path
+    stored: Mapping[str, Tensor], plan: Mapping[str, Weight], config: Any, folder: str | Path
 ) -> None:
     """Some checkpoints hold the head beside the embeddings it is tied to: so will what is saved again.
 
@@ -335,7 +333,7 @@ def _remember_tied_head(
 def save_original(
     folder: str | Path,
     config: Any,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Tensor],
     *,
     like: str | Path | None = None,
     max_shard_size: str = SHARD_SIZE,
@@ -375,7 +373,7 @@ def save_original(
     _write_json(folder / "config.json", content)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _own(tensor: Tensor) -> Tensor:
     """On the CPU, and alone in its memory."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -424,7 +422,7 @@ def convert_to_native(source: str | Path, folder: str | Path, image_token_id: in
     dtypes = {stored[name].dtype for name in plan}
     config.dtype = dtypes.pop() if len(dtypes) == 1 else None
 
-    def make(native: str) -> torch.Tensor:
+    def make(native: str) -> Tensor:
         return _own(plan[where[native]].split(stored[where[native]])[native])
 
     meta = {n: plan[name].split(stored[name].to("meta"))[n] for n, name in where.items()}

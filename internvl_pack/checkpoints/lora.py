@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UserError
 
@@ -60,7 +60,7 @@ def has_lora(model: nn.Module) -> bool:
     return bool(lora_layers(model))
 
 
-def merged_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merged_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the model without LoRA that computes the same: W + scaling * B A, under W's name.
 
     Args:
@@ -132,7 +132,7 @@ def _trained_modules(model: nn.Module, with_lora: set[str]) -> list[str]:
     return trained
 
 
-def save_adapter(model: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path, base: str | None) -> None:
+def save_adapter(model: nn.Module, state_dict: dict[str, Tensor], folder: str | Path, base: str | None) -> None:
     """Write what is trained: LoRA, and other weights that are not frozen, as peft would.
 
     Args:
@@ -187,7 +187,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             parameter.copy_(saved[name])
 
 
-def _frozen_digest(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> str:
+def _frozen_digest(model: nn.Module, state_dict: dict[str, Tensor]) -> str:
     """Of the first values of each frozen weight, which tells checkpoints apart without reading all of them."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 
@@ -15,7 +16,7 @@ SHARD_SIZE = "5GB"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
-class LazyWeights(Mapping[str, torch.Tensor]):
+class LazyWeights(Mapping[str, Tensor]):
     """The tensors of a checkpoint's folder by name, each mapped from its file when it is asked for.
 
     Safetensors, or else `.bin` files (read with `weights_only`), in one file or several with an index.
@@ -29,7 +30,7 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         self._open: dict[str, Any] = {}
         self._file_of = {name: file for file in self._files() for name in self._names(file)}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """Backed by the file: not to be written to; the memory it takes is the system's to take back."""
         weights = self._open[self._file_of[name]]
         return weights[name] if isinstance(weights, dict) else weights.get_tensor(name)
@@ -78,7 +79,7 @@ def indexed_names(folder: str | Path) -> list[str]:
     return []
 
 
-def _load_bin(path: Path) -> dict[str, torch.Tensor]:
+def _load_bin(path: Path) -> dict[str, Tensor]:
     """Tensors alone: anything else that a pickle could hold is refused by torch."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -87,10 +88,7 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_weights(
-    folder: str | Path,
-    shapes: Mapping[str, torch.Tensor],
-    make: Callable[[str], torch.Tensor],
-    max_shard_size: str = SHARD_SIZE,
+    folder: str | Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor], max_shard_size: str = SHARD_SIZE
 ) -> list[str]:
     """Write safetensors, with an index where there are several; one shard is in memory at a time.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UserError
 
@@ -74,8 +74,8 @@ class RoutingSums:
             family = language_model.config.model_type
             raise UserError(f"--router_loss_coef: a {family!r} language model has no experts: leave it out")
         self.num_layers = len(blocks)
-        self._is_real: torch.Tensor | None = None
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_real: Tensor | None = None
+        self._sums: list[tuple[Tensor, Tensor]] = []
         self._collects = False
         add = torch.compiler.disable(self._add)  # what it keeps would be guarded on, a graph for each layer
         for block in blocks:
@@ -83,13 +83,13 @@ class RoutingSums:
             assert router is not None, "what makes it a block of experts"
             router.register_forward_hook(add)
 
-    def begin(self, is_real: torch.Tensor) -> None:
+    def begin(self, is_real: Tensor) -> None:
         """Of the forward that follows; `is_real` (tokens,) is true where a token counts."""
         self._is_real = is_real.reshape(-1)
         self._sums.clear()
         self._collects = True
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self) -> tuple[Tensor, Tensor]:
         """(counts, probabilities) of the forward, float32 (layers, experts) each; the second with its graph."""
         assert len(self._sums) == self.num_layers, "each layer once"
         counts, probabilities = zip(*self._sums, strict=True)
@@ -111,12 +111,12 @@ class RoutingSums:
 
 
 def real_tokens(
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     num_real_tokens: int | None,
-    cu_seqlens: torch.Tensor | None,
-    cu_seqlens_padded: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Tensor:
     """Where a batch holds tokens of samples and no pads, bool like `input_ids`.
 
     Args:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 # ImageNet statistics, as InternVL's image processor uses them.
 IMAGE_MEAN = (0.485, 0.456, 0.406)
 IMAGE_STD = (0.229, 0.224, 0.225)
 
 
-def normalize_tiles(tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def normalize_tiles(tiles: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 tiles to the vision tower's input: (x / 255 - mean) / std, computed in float32.
 
     Args:
@@ -33,13 +34,13 @@ def normalize_tiles(tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def _statistics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     """(3, 1, 1) mean and std; kept, since copying constants to a device waits for it."""
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
     return mean, std
 
 
-def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """One tile of zeros for a row without an image, so that the vision side takes part in every step.
 
     ZeRO-3 gathers, and DDP and ZeRO reduce, parameters where their modules run: a rank that skipped the
@@ -48,9 +49,7 @@ def zero_tile(image_size: tuple[int, int], device: torch.device, dtype: torch.dt
     return torch.zeros((1, 3, *image_size), dtype=dtype, device=device)
 
 
-def place_features(
-    embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, some_elsewhere: bool = False
-) -> torch.Tensor:
+def place_features(embeddings: Tensor, features: Tensor, positions: Tensor, some_elsewhere: bool = False) -> Tensor:
     """Embeddings with the features in the image tokens' places, in order; out of place, both differentiable.
 
     Args:
@@ -67,7 +66,7 @@ def place_features(
     return flat.index_copy(0, positions, features.to(flat.dtype)).view_as(embeddings)
 
 
-def join_without_images(embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+def join_without_images(embeddings: Tensor, features: Tensor) -> Tensor:
     """Embeddings, unchanged, that carry a zero gradient to everything behind `features`.
 
     The sum of no element is exactly 0 whatever the features hold; 0 * sum would be NaN where one of

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -52,16 +52,16 @@ class PackedOutput(ModelOutput):
         router_counts, router_probabilities: of a mixture of experts with a balance loss, see experts.RoutingSums.
     """
 
-    loss: torch.Tensor | None = None
-    weighted_sum: torch.Tensor | None = None
-    weight_sum: torch.Tensor | None = None
-    ce_sum: torch.Tensor | None = None
-    num_targets: torch.Tensor | None = None
-    target_losses: torch.Tensor | None = None
-    target_positions: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    router_counts: torch.Tensor | None = None
-    router_probabilities: torch.Tensor | None = None
+    loss: Tensor | None = None
+    weighted_sum: Tensor | None = None
+    weight_sum: Tensor | None = None
+    ce_sum: Tensor | None = None
+    num_targets: Tensor | None = None
+    target_losses: Tensor | None = None
+    target_positions: Tensor | None = None
+    logits: Tensor | None = None
+    router_counts: Tensor | None = None
+    router_probabilities: Tensor | None = None
 
 
 class PackedModel(nn.Module):
@@ -95,7 +95,7 @@ class PackedModel(nn.Module):
         self.is_compiled = False  # see compiled.py
         self.sequence_group: SequenceGroup | None = None  # see parallel/
         self.routing: RoutingSums | None = None  # see balance_routers
-        self._mask_stand_in: torch.Tensor | None = None
+        self._mask_stand_in: Tensor | None = None
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
         # InternVL's own forward takes the head's logits as they are, whatever its language model would do to them.
@@ -150,16 +150,16 @@ class PackedModel(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cu_seqlens_padded: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        loss_weight: torch.Tensor | None = None,
-        loss_normalizer: torch.Tensor | float | None = None,
-        attention_mask: torch.Tensor | None = None,
+        cu_seqlens_padded: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_weight: Tensor | None = None,
+        loss_normalizer: Tensor | float | None = None,
+        attention_mask: Tensor | None = None,
         num_loss_tokens: int | None = None,
         num_image_tokens: int | None = None,
         num_slice_loss_tokens: int | None = None,
@@ -240,7 +240,7 @@ class PackedModel(nn.Module):
 
     @staticmethod
     def _own_slice(
-        cu_seqlens: torch.Tensor | None, max_seqlen: int | None, device: torch.device, group: SequenceGroup
+        cu_seqlens: Tensor | None, max_seqlen: int | None, device: torch.device, group: SequenceGroup
     ) -> RowSlice:
         if cu_seqlens is None or max_seqlen is None:
             raise ValueError("sequence parallelism cuts packed rows only: the batch has no cu_seqlens")
@@ -248,11 +248,11 @@ class PackedModel(nn.Module):
 
     def _check_boundaries(
         self,
-        cu_seqlens: torch.Tensor,
+        cu_seqlens: Tensor,
         max_seqlen: int | None,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
     ) -> None:
         if input_ids.shape[0] != 1:
             raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
@@ -278,12 +278,12 @@ class PackedModel(nn.Module):
 
     def _with_images(
         self,
-        embeddings: torch.Tensor,
-        input_ids: torch.Tensor,
-        pixel_values: torch.Tensor | None,
+        embeddings: Tensor,
+        input_ids: Tensor,
+        pixel_values: Tensor | None,
         num_image_tokens: int | None,
         part: RowSlice,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Of this rank's tokens, (1, n, H): each rank encodes its share of the row's tiles, and gets all features."""
         num_tiles = 0 if pixel_values is None else len(pixel_values)
         positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
@@ -295,7 +295,7 @@ class PackedModel(nn.Module):
         here = part.local(positions, input_ids.shape[1])
         return place_features(embeddings, features.reshape(-1, features.shape[-1]), here, part.places is not None)
 
-    def _image_positions(self, input_ids: torch.Tensor, num_tiles: int, num_image_tokens: int | None) -> torch.Tensor:
+    def _image_positions(self, input_ids: Tensor, num_tiles: int, num_image_tokens: int | None) -> Tensor:
         """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
         is_image = input_ids.reshape(-1) == self.config.image_token_id
         on_host = num_image_tokens is None or input_ids.device.type == "cpu"
@@ -308,7 +308,7 @@ class PackedModel(nn.Module):
             )
         return positions
 
-    def _tiles_or_zeros(self, pixel_values: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    def _tiles_or_zeros(self, pixel_values: Tensor | None, device: torch.device) -> Tensor:
         """The tiles on the device, or where there are none one of zeros."""
         size: tuple[int, int] = tuple(self.config.vision_config.image_size)
         if pixel_values is None or not len(pixel_values):
@@ -317,7 +317,7 @@ class PackedModel(nn.Module):
             raise ValueError(f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {size}")
         return pixel_values.to(device, non_blocking=True)
 
-    def image_features(self, tiles: torch.Tensor) -> torch.Tensor:
+    def image_features(self, tiles: Tensor) -> Tensor:
         """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
         trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
         chunks = tiles.split(self.vision_micro_tiles or len(tiles))
@@ -325,7 +325,7 @@ class PackedModel(nn.Module):
             features = [self._tile_features(chunk) for chunk in chunks]
             return features[0] if len(features) == 1 else torch.cat(features)
 
-    def _tile_features(self, tiles: torch.Tensor) -> torch.Tensor:
+    def _tile_features(self, tiles: Tensor) -> Tensor:
         num_tiles = len(tiles)
         tiles = normalize_tiles(tiles, self.vision_dtype)
         if self.is_compiled and num_tiles == 1:
@@ -339,12 +339,8 @@ class PackedModel(nn.Module):
         ).pooler_output[:num_tiles]
 
     def _decode(
-        self,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        part: RowSlice,
-        attention_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, embeddings: Tensor, position_ids: Tensor | None, part: RowSlice, attention_mask: Tensor | None
+    ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
         if part.cu_seqlens is None:
@@ -354,7 +350,7 @@ class PackedModel(nn.Module):
             return self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
 
     @property
-    def _no_mask(self) -> torch.Tensor:
+    def _no_mask(self) -> Tensor:
         """Stands for a finished 4D mask, which packed attention does not read.
 
         Without one transformers asks the device whether positions restart, before it asks us for a mask.
@@ -366,10 +362,10 @@ class PackedModel(nn.Module):
     def _add_loss(
         self,
         output: PackedOutput,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
-        loss_normalizer: torch.Tensor | float | None,
+        hidden: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        loss_normalizer: Tensor | float | None,
         num_loss_tokens: int | None,
         part: RowSlice,
     ) -> None:
@@ -481,7 +477,7 @@ class PackedModel(nn.Module):
         self.model.load_state_dict(saved.state_dict())
 
 
-def true_positions(mask: torch.Tensor, count: int | None) -> torch.Tensor:
+def true_positions(mask: Tensor, count: int | None) -> Tensor:
     """Indices (M,) int64 where `mask` (n,) is true.
 
     Args:
@@ -523,7 +519,7 @@ def _first_method(model: nn.Module, *names: str) -> tuple[Callable[..., Any], st
     return getattr(model, name), name
 
 
-def _check_shapes(input_ids: torch.Tensor, **others: torch.Tensor | None) -> None:
+def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
     if input_ids.ndim != 2:
         raise ValueError(f"input_ids must be (1, N) or (B, L), is {tuple(input_ids.shape)}")
     for name, tensor in others.items():

@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.internvl_format import loaded_from, remember
 from ..errors import UserError
@@ -53,7 +53,7 @@ def resize_positions(model: Any, image_size: int) -> None:
     logger.info("position embeddings resized from tiles of %d to %d pixels", old, image_size)
 
 
-def interpolated(positions: torch.Tensor, side: int) -> torch.Tensor:
+def interpolated(positions: Tensor, side: int) -> Tensor:
     """Position embeddings (1, 1 + s * s, H), the class token's first, for `side` x `side` patches."""
     grid = positions[:, 1:].transpose(1, 2).unflatten(2, (round((positions.shape[1] - 1) ** 0.5), -1))
     resized = nn.functional.interpolate(grid.float(), size=(side, side), mode="bicubic", align_corners=False)
@@ -80,13 +80,13 @@ def fit_vocabulary(language: Any, tokenizer: Any, num_new: int) -> None:
     )
 
 
-def _mean_rows(weight: torch.Tensor, count: int) -> None:
+def _mean_rows(weight: Tensor, count: int) -> None:
     with _gathered(weight, modified=True):
         if weight.numel():  # under ZeRO-3 rank 0 alone changes it
             weight[-count:] = weight[:-count].float().mean(dim=0).to(weight.dtype)
 
 
-def _gathered(weight: torch.Tensor, modified: bool = False) -> Any:
+def _gathered(weight: Tensor, modified: bool = False) -> Any:
     """The whole of a parameter that ZeRO-3 has partitioned."""
     if not hasattr(weight, "ds_id"):
         return contextlib.nullcontext()

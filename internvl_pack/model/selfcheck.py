@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UserError
 from ..parallel.slices import gather_row, gather_tiles, own_tiles
@@ -76,7 +76,7 @@ def _check(core: PackedModel, call: Callable[..., Any], device: torch.device | s
                 )
 
 
-def _rounding(core: PackedModel, outputs: dict[str, torch.Tensor]) -> float:
+def _rounding(core: PackedModel, outputs: dict[str, Tensor]) -> float:
     """Unit in the last place: of the logits, or with experts of the least precise step on the way.
 
     How many tokens an expert gets depends on the whole row, so its matrix products may be rounded differently.
@@ -87,7 +87,7 @@ def _rounding(core: PackedModel, outputs: dict[str, torch.Tensor]) -> float:
     return max(torch.finfo(dtype).eps for dtype in types)
 
 
-def _segment(core: PackedModel, seed: int) -> dict[str, torch.Tensor]:
+def _segment(core: PackedModel, seed: int) -> dict[str, Tensor]:
     """Random text around one random tile."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = core.config.get_text_config().vocab_size
@@ -104,7 +104,7 @@ def _segment(core: PackedModel, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _changed(core: PackedModel, segment: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _changed(core: PackedModel, segment: dict[str, Tensor]) -> dict[str, Tensor]:
     """Another token at every place of text, and the negative of the tile."""
     vocabulary = core.config.get_text_config().vocab_size
     other = (segment["ids"] + vocabulary // 2) % vocabulary
@@ -116,11 +116,8 @@ def _changed(core: PackedModel, segment: dict[str, torch.Tensor]) -> dict[str, t
 
 
 def _run(
-    core: PackedModel,
-    call: Callable[..., Any],
-    segments: Sequence[dict[str, torch.Tensor]],
-    device: torch.device | str,
-) -> dict[str, torch.Tensor]:
+    core: PackedModel, call: Callable[..., Any], segments: Sequence[dict[str, Tensor]], device: torch.device | str
+) -> dict[str, Tensor]:
     """The row's logits and what each component gave on the way, in order."""
     lengths = [len(s["ids"]) for s in segments]
     batch = {
@@ -136,7 +133,7 @@ def _run(
     return seen | {"the output head": logits}
 
 
-def _of_row(core: PackedModel, name: str, values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+def _of_row(core: PackedModel, name: str, values: Tensor, batch: dict[str, Any]) -> Tensor:
     """A component's values for the whole row: each rank of a sequence group has recorded those of its share."""
     group = core.sequence_group
     if name not in VISION:
@@ -147,7 +144,7 @@ def _of_row(core: PackedModel, name: str, values: torch.Tensor, batch: dict[str,
 
 
 @contextlib.contextmanager
-def _recording(core: PackedModel) -> Iterator[dict[str, torch.Tensor]]:
+def _recording(core: PackedModel) -> Iterator[dict[str, Tensor]]:
     """Outputs of the components by a readable name."""
     text_config = core.config.get_text_config()
     named = list(zip(VISION, core.vision_modules, strict=False))
@@ -157,7 +154,7 @@ def _recording(core: PackedModel) -> Iterator[dict[str, torch.Tensor]]:
             named.append((f"attention of decoder layer {i} ({text_config._attn_implementation})", attention))
         named.append((f"decoder layer {i} ({type(layer).__name__})", layer))
     named.append(("the language model", core.language_model))
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
     handles = [m.register_forward_hook(lambda _m, _i, out, n=n: seen.__setitem__(n, _tensor(out))) for n, m in named]
     try:
         yield seen
@@ -166,13 +163,13 @@ def _recording(core: PackedModel) -> Iterator[dict[str, torch.Tensor]]:
             handle.remove()
 
 
-def _tensor(output: Any) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
+def _tensor(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
         return output
     return output["last_hidden_state"] if isinstance(output, dict) else output[0]
 
 
-def _part(values: torch.Tensor, name: str, segment: int) -> torch.Tensor:
+def _part(values: Tensor, name: str, segment: int) -> Tensor:
     """What belongs to one of the two equally long segments: its tile's or its tokens' values."""
     if name in VISION:
         return values[segment]

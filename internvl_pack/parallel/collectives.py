@@ -9,36 +9,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # torch 2.13 has other names for them, and warns of those that 2.11 knows.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange(blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+def exchange(blocks: Tensor, process_group: Any) -> Tensor:
     """All-to-all: block r of (size, ...) goes to rank r; block r of the result came from rank r."""
     return _Exchange.apply(blocks, process_group)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+    def forward(ctx: Any, blocks: Tensor, process_group: Any) -> Tensor:
         ctx.process_group = process_group
         return _exchanged(blocks, process_group)
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return _exchanged(upstream, ctx.process_group), None  # what came from rank r goes back to it
 
 
-def _exchanged(blocks: torch.Tensor, process_group: Any) -> torch.Tensor:
+def _exchanged(blocks: Tensor, process_group: Any) -> Tensor:
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=process_group)
     return received
 
 
-def gather(rows: torch.Tensor, process_group: Any) -> torch.Tensor:
+def gather(rows: Tensor, process_group: Any) -> Tensor:
     """Everybody's `rows` (k, ...), equally many, one rank's after the other's: (size * k, ...).
 
     The gradient of a rank's rows is the sum of what all ranks give for them: one reduce-scatter.
@@ -48,7 +49,7 @@ def gather(rows: torch.Tensor, process_group: Any) -> torch.Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, process_group: Any) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, process_group: Any) -> Tensor:
         ctx.process_group = process_group
         rows = rows.contiguous()
         gathered = rows.new_empty((dist.get_world_size(process_group) * len(rows), *rows.shape[1:]))
@@ -56,7 +57,7 @@ class _Gather(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         upstream = upstream.contiguous()
         size = dist.get_world_size(ctx.process_group)
         own = upstream.new_empty((len(upstream) // size, *upstream.shape[1:]))

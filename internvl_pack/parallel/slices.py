@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..batch.collate import row_boundaries
 from ..batch.loss_weights import IGNORE_INDEX, shift_targets
@@ -39,32 +40,32 @@ class RowSlice:
             row, its pads a segment of their own. Ring: of either half of this rank's tokens, the same on every rank.
     """
 
-    places: torch.Tensor | None
-    is_pad: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
+    places: Tensor | None
+    is_pad: Tensor | None
+    cu_seqlens: Tensor | None
     max_seqlen: int | None
 
     @classmethod
-    def whole(cls, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> RowSlice:
+    def whole(cls, cu_seqlens: Tensor | None, max_seqlen: int | None) -> RowSlice:
         """All tokens of a row, or of a padded batch, which has no boundaries."""
         return cls(places=None, is_pad=None, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
-    def take(self, row: torch.Tensor, fill: float | None = None) -> torch.Tensor:
+    def take(self, row: Tensor, fill: float | None = None) -> Tensor:
         """This rank's values of (N,) or (1, N); pads get `fill`, or the value they repeat."""
         if self.places is None:
             return row
         values = row.index_select(-1, self.places)
         return values if fill is None or self.is_pad is None else values.masked_fill(self.is_pad, fill)
 
-    def in_row(self, positions: torch.Tensor) -> torch.Tensor:
+    def in_row(self, positions: Tensor) -> Tensor:
         """Where in the row these of this rank's tokens are."""
         return positions if self.places is None else self.places[positions]
 
-    def local(self, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def local(self, positions: Tensor, num_tokens: int) -> Tensor:
         """Where these tokens of the row are among this rank's, n for those of other ranks."""
         return positions if self.places is None else self.inverse(num_tokens)[positions]
 
-    def inverse(self, num_tokens: int) -> torch.Tensor:
+    def inverse(self, num_tokens: int) -> Tensor:
         """int64 (N,): of each token of the row its place among these, n for those of other ranks."""
         assert self.places is not None, "of a part of the row"
         n = len(self.places)
@@ -75,7 +76,7 @@ class RowSlice:
 
 
 def row_slice(
-    cu_seqlens: torch.Tensor, max_seqlen: int, rank: int, size: int, mode: str, device: torch.device | str
+    cu_seqlens: Tensor, max_seqlen: int, rank: int, size: int, mode: str, device: torch.device | str
 ) -> RowSlice:
     """The tokens that rank `rank` of `size` computes.
 
@@ -99,7 +100,7 @@ def row_slice(
     )
 
 
-def _ring_slice(bounds: torch.Tensor, rank: int, size: int, device: torch.device | str) -> RowSlice:
+def _ring_slice(bounds: Tensor, rank: int, size: int, device: torch.device | str) -> RowSlice:
     parts = 2 * size
     lengths = bounds.diff()
     part_lengths = -(-lengths // parts)
@@ -121,7 +122,7 @@ def _ring_slice(bounds: torch.Tensor, rank: int, size: int, device: torch.device
     )
 
 
-def gather_row(values: torch.Tensor, cu_seqlens: torch.Tensor | None, group: SequenceGroup | None) -> torch.Tensor:
+def gather_row(values: Tensor, cu_seqlens: Tensor | None, group: SequenceGroup | None) -> Tensor:
     """The row's (1, N, ...) on every rank from each rank's (1, n, ...); for checks, with its gradient."""
     if group is None:
         return values
@@ -143,7 +144,7 @@ def tiles_a_rank(num_tiles: int, size: int) -> int:
     return -(-num_tiles // size)
 
 
-def own_tiles(tiles: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
+def own_tiles(tiles: Tensor, group: SequenceGroup | None) -> Tensor:
     """This rank's share of a row's tiles (T, ...); the last ranks' may be empty."""
     if group is None:
         return tiles
@@ -151,7 +152,7 @@ def own_tiles(tiles: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
     return tiles[group.rank * share : (group.rank + 1) * share]
 
 
-def gather_tiles(values: torch.Tensor, num_tiles: int, group: SequenceGroup | None) -> torch.Tensor:
+def gather_tiles(values: Tensor, num_tiles: int, group: SequenceGroup | None) -> Tensor:
     """Of all tiles of the row, (T, ...) on every rank, from each rank's values of its share, with their gradient.
 
     Args:

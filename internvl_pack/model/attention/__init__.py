@@ -2,12 +2,13 @@
 
 kernels/          one signature, a file a kernel
 register.py       the choice of the kernel; the function among transformers' attention functions
-compiled_op.py    attention as one operation of a compiled layer
+compiled_op.py    attention as one operation of a compiled layer, of rows and of tiles
 ulysses.py, ring.py, blocks.py    attention of a row that several ranks share
 boundaries.py     checks of cu_seqlens
 """
 
 from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
+from .compiled_op import attention_operation
 from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 
@@ -16,6 +17,7 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "Row",
+    "attention_operation",
     "check_cu_seqlens_form",
     "kernel_of",
     "one_dtype",

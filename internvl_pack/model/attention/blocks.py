@@ -7,11 +7,10 @@ gradients (kernels/base.py): they add up.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def joined(
-    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from that over each: out (n, H, D), float32, overwritten; lse (H, n).
 
     The weight of the new one is exp(new_lse) / (exp(lse) + exp(new_lse)).

@@ -1,4 +1,4 @@
-"""Attention as one opaque operation, so that a compiled decoder layer is one graph.
+"""Attention as one opaque operation, so that a compiled layer is one graph.
 
     attend(q, k, v, cu_seqlens, max_seqlen, scale, window, kernel) -> out, lse
 
@@ -9,84 +9,108 @@ kernel registered under the name. Its gradient is an operation of the same kind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .kernels import KERNELS, Kernel, Row
 
 NO_WINDOW = 0  # of the `window` argument here, which must be an int
 
-#: A row as an operation takes it, and the name of the kernel.
-_ROW = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, str kernel"
+
+def attention_operation(
+    name: str,
+    settings: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    lse_shape: Callable[[Tensor], tuple[int, ...]],
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """(attend, attend_backward): a kernel's two halves as operations, called outside of autocast.
+
+    Args:
+        name: of the operation in torch's library.
+        settings: what comes after q, k and v, in torch's schema language, tensors first.
+        forward: forward(q, k, v, *settings) -> out, like q; lse, the log-sum-exp that the gradient needs, float32.
+        backward: backward(upstream, q, k, v, out, lse, *settings) -> gradients of q, k and v.
+        lse_shape: of the log-sum-exp, from q.
+    """
+
+    @torch.library.custom_op(
+        f"internvl_pack::{name}",
+        mutates_args=(),
+        schema=f"(Tensor q, Tensor k, Tensor v, {settings}) -> (Tensor, Tensor)",
+    )
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = forward(q, k, v, *rest)
+        return out.contiguous(), lse.contiguous()
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+    saved = "Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+    @torch.library.custom_op(
+        f"internvl_pack::{name}_backward", mutates_args=(), schema=f"({saved}, {settings}) -> (Tensor, Tensor, Tensor)"
+    )
+    def attend_backward(upstream: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(upstream.device.type, enabled=False):
+            gradients = backward(upstream.contiguous(), *rest)
+        dq, dk, dv = (g.to(t.dtype).contiguous() for g, t in zip(gradients, rest[:3], strict=True))
+        return dq, dk, dv
+
+    @attend_backward.register_fake
+    def _(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        ctx.settings = inputs[len(tensors) :]
+        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: Any, upstream: Tensor | None, _lse_upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        nones = (None,) * (len(tensors) - 5 + len(ctx.settings))
+        if upstream is None:
+            return (None, None, None, *nones)
+        return (*attend_backward(upstream, *tensors, *ctx.settings), *nones)
+
+    attend.register_autograd(gradients, setup_context=save)
+    return attend, attend_backward
 
 
-def attend_row(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_row(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """`attend` of a row."""
-    settings = (row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, kernel.name)
-    return attend(q, k, v, row.cu_seqlens, *settings)
+    return attend(q, k, v, row.cu_seqlens, row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, kernel.name)
 
 
-def _row(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, window: int) -> Row:
-    return Row(cu_seqlens, max_seqlen, scale, window or None)
-
-
-@torch.library.custom_op(
-    "internvl_pack::attend", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_ROW}) -> (Tensor, Tensor)"
-)
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *row, kernel = rest
     forward = KERNELS[kernel].forward
     assert forward is not None, "called for kernels that have one"
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = forward(q, k, v, _row(*row))
-    return out.contiguous(), lse.contiguous()
+    return forward(q, k, v, _row(*row))
 
 
-@attend.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "internvl_pack::attend_backward",
-    mutates_args=(),
-    schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_ROW}) -> (Tensor, Tensor, Tensor)",
-)
-def attend_backward(upstream: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *tensors, cu_seqlens, max_seqlen, scale, window, kernel = rest
+def _backward(*tensors_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, cu_seqlens, max_seqlen, scale, window, kernel = tensors_and_settings
     backward = KERNELS[kernel].backward
     assert backward is not None, "a kernel with a forward has a backward"
-    with torch.autocast(upstream.device.type, enabled=False):
-        gradients = backward(upstream.contiguous(), *tensors, _row(cu_seqlens, max_seqlen, scale, window))
-    dq, dk, dv = (g.to(t.dtype).contiguous() for g, t in zip(gradients, tensors[:3], strict=True))
-    return dq, dk, dv
+    return backward(*tensors, _row(cu_seqlens, max_seqlen, scale, window))
 
 
-@attend_backward.register_fake
-def _(
-    upstream: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _row(cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int) -> Row:
+    return Row(cu_seqlens, max_seqlen, scale, window or None)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_seqlens, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(
-    ctx: Any, upstream: torch.Tensor | None, _lse_upstream: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    gradients: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if upstream is not None:
-        gradients = attend_backward(upstream, *ctx.saved_tensors, *ctx.rest)
-    return (*gradients, None, None, None, None, None)
-
-
-attend.register_autograd(_gradients, setup_context=_save)
+#: The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs.
+attend, attend_backward = attention_operation(
+    "attend",
+    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, str kernel",
+    _forward,
+    _backward,
+    lambda q: (q.shape[1], q.shape[0]),
+)

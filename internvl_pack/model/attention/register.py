@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import UserError
 from ...parallel.group import SequenceGroup
@@ -42,7 +43,7 @@ _in_packed_row: ContextVar[bool] = ContextVar("internvl_pack_in_packed_row", def
 
 @contextlib.contextmanager
 def packed_row(
-    cu_seqlens: torch.Tensor, max_seqlen: int, sequence_group: SequenceGroup | None = None
+    cu_seqlens: Tensor, max_seqlen: int, sequence_group: SequenceGroup | None = None
 ) -> Iterator[dict[str, Any]]:
     """The names by which transformers hands a pack's boundaries to attention, for one model call.
 
@@ -103,9 +104,7 @@ def kernel_of(implementation: str | None) -> Kernel:
 
 
 def register_packed_attention(
-    kernel: str = "auto",
-    device: torch.device | str | None = None,
-    compute_dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "auto", device: torch.device | str | None = None, compute_dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Register the chosen kernel with transformers; registering twice is harmless.
 
@@ -125,13 +124,13 @@ def register_packed_attention(
     return chosen.implementation
 
 
-def _attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     return None if _in_packed_row.get() else sdpa_mask(*args, **kwargs)
 
 
-def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     """transformers' attention contract over `kernel`: (1, H, N, D) in, (1, N, H, D) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -142,19 +141,19 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
 
     def packed_attention(
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         sequence_group: SequenceGroup | None = None,
-        s_aux: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         changes = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
         if changes:
             raise ValueError(f"{type(module).__name__} uses {', '.join(changes)}, which packed attention does not know")
@@ -187,15 +186,13 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, Non
     return packed_attention
 
 
-def attend_over_group(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row, group: SequenceGroup
-) -> torch.Tensor:
+def attend_over_group(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup) -> Tensor:
     """The kernel contract on this rank's tokens, with the boundaries of its `RowSlice`."""
     attend = ulysses_attention if group.mode == "ulysses" else ring_attention
     return attend(kernel, q, k, v, row, group)
 
 
-def one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def one_dtype(*tensors: Tensor) -> list[Tensor]:
     """Under autocast with float32 weights, q/k norms give float32 q and k beside a half v: use autocast's type."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):

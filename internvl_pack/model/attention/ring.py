@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...parallel.group import SequenceGroup
 from .blocks import joined
 from .kernels import Kernel, Row
 
 
-def ring_attention(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row, group: SequenceGroup
-) -> torch.Tensor:
+def ring_attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup) -> Tensor:
     """q (n, Hq, D), k and v (n, Hkv, D) of this rank's tokens, fronts then backs, to out (n, Hq, D).
 
     Args:
@@ -49,21 +48,13 @@ def ring_attention(
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        row: Row,
-        group: SequenceGroup,
-        kernel: Kernel,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup, kernel: Kernel) -> Tensor:
         assert kernel.forward is not None, "checked by check_kernel"
         q, kv = q.contiguous(), torch.stack([k, v])
         travelling = kv
         queries = q.chunk(2)
-        outs: dict[int, torch.Tensor] = {}  # of my front and back, float32
-        lses: dict[int, torch.Tensor] = {}
+        outs: dict[int, Tensor] = {}  # of my front and back, float32
+        lses: dict[int, Tensor] = {}
         for step in range(group.size):
             arriving = _Arriving(travelling, group) if step + 1 < group.size else None
             keys, values = (t.chunk(2) for t in travelling)
@@ -82,7 +73,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, *lses = ctx.saved_tensors
         row, group, kernel = ctx.rest
         queries, outs, upstreams = (t.chunk(2) for t in (q, out, upstream.contiguous()))
@@ -119,7 +110,7 @@ def seen_parts(step: int, rank: int) -> tuple[tuple[int, int, bool], ...]:
 class _Arriving:
     """A tensor on its way to the next rank, and the previous rank's on its way here."""
 
-    def __init__(self, tensor: torch.Tensor, group: SequenceGroup) -> None:
+    def __init__(self, tensor: Tensor, group: SequenceGroup) -> None:
         self.sent = tensor  # must not change or go before it has left
         self.received = torch.empty_like(tensor)
         following, previous = (group.ranks[(group.rank + d) % group.size] for d in (1, -1))
@@ -128,7 +119,7 @@ class _Arriving:
         # Even ranks send first: a backend that takes one at a time then meets a receiver.
         self.works = dist.batch_isend_irecv([send, receive] if group.rank % 2 == 0 else [receive, send])
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
         return self.received

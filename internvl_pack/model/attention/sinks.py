@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .compiled_op import NO_WINDOW, attend, attend_backward
 from .kernels import Kernel, Row
 
 
-def attend_with_sinks(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, row: Row
-) -> torch.Tensor:
+def attend_with_sinks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, row: Row) -> Tensor:
     """The kernel contract with sinks (Hq,), whose gradient is float32 in between; in a compiled layer too."""
     assert kernel.forward is not None and kernel.backward is not None, "a kernel with its two halves"
     settings = (row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, kernel.name)
@@ -29,15 +28,7 @@ def attend_with_sinks(
 
 class _WithSinks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        *settings: Any,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor, *settings: Any) -> Tensor:
         out, lse = attend(q, k, v, cu_seqlens, *settings)
         total = torch.logaddexp(lse, sinks.float()[:, None])  # (Hq, N)
         out = (out * (lse - total).exp().mT[..., None]).to(q.dtype)
@@ -46,7 +37,7 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstreams: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = upstreams
         q, k, v, out, total, sinks, cu_seqlens = ctx.saved_tensors
         dq, dk, dv = attend_backward(upstream.contiguous(), q, k, v, out, total, cu_seqlens, *ctx.settings)
@@ -56,14 +47,8 @@ class _WithSinks(torch.autograd.Function):
 
 
 def masked_attention_with_sinks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, scale: float, window: int | None
+) -> Tensor:
     """Written out, for padded batches and generation, which have masks and no boundaries.
 
     Args:

@@ -12,6 +12,7 @@ in one collective.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...parallel.checks import kv_copies
 from ...parallel.collectives import exchange
@@ -19,9 +20,7 @@ from ...parallel.group import SequenceGroup
 from .kernels import Kernel, Row
 
 
-def ulysses_attention(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row, group: SequenceGroup
-) -> torch.Tensor:
+def ulysses_attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup) -> Tensor:
     """The kernel contract on a slice of the row: q (n, Hq, D), k and v (n, Hkv, D) to (n, Hq, D).
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 DEFAULT_CHUNK_TOKENS = 1024  # 0.3 GB of bfloat16 logits at a vocabulary of 151,674
 WEIGHT_ROWS = 32768  # of the head's gradient that are made at once where several chunks are summed
@@ -52,9 +52,7 @@ class LabelledHead(nn.Module):
             deepspeed.zero.register_external_parameter(self, parameter)
         self._shared_with_zero3 = True
 
-    def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (M, H), targets (M,) in the vocabulary, weights (M,) float32.
 
         Returns:
@@ -85,15 +83,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor,
         chunk_tokens: int,
         loss_kernel: LossKernel,
         with_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
@@ -127,7 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (losses * weights).sum(), losses
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the head's gradients are used up: a second backward pass needs a second forward pass")
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place: a copy would be a second head's weight
@@ -149,7 +147,7 @@ def vocabulary_pieces(width: int) -> list[slice]:
     return [slice(0, aligned), slice(aligned, width)]
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (C, H) @ weight (V, H).T + bias, without autograd; rows (C, V) lie a multiple of ALIGNMENT apart in memory."""
     width = len(weight)
     out = x.new_empty((len(x), width + -width % ALIGNMENT))[:, :width]
@@ -161,7 +159,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return out
 
 
-def gradient_of_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     """grad (C, V) @ weight (V, H), without autograd."""
     first, *rest = vocabulary_pieces(len(weight))
     total = grad[:, first] @ weight[first]
@@ -173,14 +171,14 @@ def gradient_of_input(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Sum:
     """Gradients of a parameter summed over chunks: in float32 where there are several."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
-        self.sum: torch.Tensor | None = None
+        self.sum: Tensor | None = None
 
-    def add(self, part: torch.Tensor) -> None:
+    def add(self, part: Tensor) -> None:
         self.sum = part if self.sum is None else self.sum.float().add_(part)
 
-    def add_product(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    def add_product(self, grad: Tensor, hidden: Tensor) -> None:
         """grad (C, V), hidden (C, H): adds grad.T @ hidden."""
         if self.sum is None:
             self.sum = grad.t() @ hidden
@@ -190,21 +188,21 @@ class _Sum:
             part = slice(rows, rows + WEIGHT_ROWS)
             self.sum[part].add_(grad[:, part].t() @ hidden)
 
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         if self.sum is None:
             return torch.zeros_like(self.parameter)
         return self.sum.to(self.parameter.dtype)
 
 
 LossKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype],
-    tuple[torch.Tensor, torch.Tensor],
+    [Tensor, Tensor, Tensor, torch.dtype],
+    tuple[Tensor, Tensor],
 ]
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, grad_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, weights: Tensor, grad_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each row, float32 (C,), and the gradient of sum(w * ce) in `grad_dtype`, (C, V).
 
     The gradient is in the place of `logits` where their types agree.
@@ -219,8 +217,8 @@ def loss_and_gradient(
 
 
 def fusible_loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, grad_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, weights: Tensor, grad_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`loss_and_gradient` in a form that a compiler makes into two passes over the logits."""
     x = logits.float()
     total = torch.logsumexp(x, dim=-1, keepdim=True)
@@ -231,5 +229,5 @@ def fusible_loss_and_gradient(
     return losses, _in_place_of(logits, grad, grad_dtype)
 
 
-def _in_place_of(logits: torch.Tensor, grad: torch.Tensor, grad_dtype: torch.dtype) -> torch.Tensor:
+def _in_place_of(logits: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     return logits.copy_(grad) if logits.dtype == grad_dtype else grad.to(grad_dtype)

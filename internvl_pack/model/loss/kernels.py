@@ -17,6 +17,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...batch.loss_weights import IGNORE_INDEX
 from ...errors import UserError
@@ -89,8 +90,8 @@ def difference_from_torch(device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def liger_loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, grad_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, weights: Tensor, grad_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """As `loss_and_gradient`, by liger-kernel; where the gradient cannot be in the logits' place, by PyTorch."""
     if logits.dtype != grad_dtype or not len(logits):
         return loss_and_gradient(logits, targets, weights, grad_dtype)

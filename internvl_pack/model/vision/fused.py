@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils import output_capturing
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: (stream, branch, bias): (rows, width), the same or None, and float32 (width,) or None.
-State = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+State = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,17 @@ class TileHeads:
     kernel: str
     scale: float
 
-    def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def apart(self, rows: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, (T, P, H, D) each, as views of (rows, 3 * width)."""
         return rows.view(-1, self.patches, 3, self.heads, rows.shape[1] // (3 * self.heads)).unbind(2)
 
-    def attend(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         forward = KERNELS[self.kernel].tiles_forward
         assert forward is not None, "looked at before"
         out, lse = forward(*self.apart(qkv), self.scale)
         return out.reshape(len(qkv), -1), lse
 
-    def gradient(
-        self, upstream: torch.Tensor, qkv: torch.Tensor, attended: torch.Tensor, lse: torch.Tensor
-    ) -> torch.Tensor:
+    def gradient(self, upstream: Tensor, qkv: Tensor, attended: Tensor, lse: Tensor) -> Tensor:
         """(rows, 3 * width)."""
         backward = KERNELS[self.kernel].tiles_backward
         assert backward is not None, "a kernel with a forward has a backward"
@@ -94,12 +92,12 @@ class AttentionHalf(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        stream: torch.Tensor,
-        branch: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        stream: Tensor,
+        branch: Tensor | None,
+        bias: Tensor | None,
         heads: TileHeads,
         epsilon: float,
-        *parameters: torch.Tensor,
+        *parameters: Tensor,
     ) -> State:
         norm, norm_bias, q, k, v, q_bias, k_bias, v_bias, *projection = parameters
         qkv_weight = torch.cat([q, k, v])
@@ -114,7 +112,7 @@ class AttentionHalf(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # the kernels are invisible to autograd: a second derivative would lack their part
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         stream_grad, branch_grad, bias_grad = (g.contiguous() for g in upstream)
         total, normed, means, scales, qkv, attended, lse, qkv_weight, out_weight, norm, *projection = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -141,12 +139,12 @@ class MlpHalf(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        stream: torch.Tensor,
-        branch: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        stream: Tensor,
+        branch: Tensor | None,
+        bias: Tensor | None,
         keep: bool,
         epsilon: float,
-        *parameters: torch.Tensor,
+        *parameters: Tensor,
     ) -> State:
         norm, norm_bias, weight, inner_bias, *second = parameters
         out_weight, out_bias = fold(*second)
@@ -160,7 +158,7 @@ class MlpHalf(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # the kernels are invisible to autograd: a second derivative would lack their part
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         stream_grad, branch_grad, bias_grad = (g.contiguous() for g in upstream)
         total, normed, means, scales, inner, active, weight, out_weight, norm, *second = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -176,18 +174,14 @@ class MlpHalf(torch.autograd.Function):
 
 
 def _folded_gradients(
-    upstream: torch.Tensor,
-    sums: torch.Tensor,
-    inputs: torch.Tensor | None,
-    linear: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+    upstream: Tensor, sums: Tensor, inputs: Tensor | None, linear: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """Gradients of a linear layer's weight, bias and scale; `sums`: of upstream over rows."""
     assert inputs is not None, "kept, or made again"
     return fold_backward(upstream.T @ inputs, sums, *linear) if any(needed) else (None, None, None)
 
 
-def _state_gradients(ctx: Any, grad: torch.Tensor, sums: torch.Tensor) -> list[torch.Tensor | None]:
+def _state_gradients(ctx: Any, grad: Tensor, sums: Tensor) -> list[Tensor | None]:
     """Of stream, branch and bias: they are added up."""
     return [g if needed else None for g, needed in zip((grad, grad, sums[2]), ctx.needs_input_grad, strict=False)]
 
@@ -204,12 +198,12 @@ class FusedTower:
         self.layers_as_they_are = encoder.forward
         self.off = False
 
-    def __call__(self, hidden_states: torch.Tensor) -> Any:
+    def __call__(self, hidden_states: Tensor) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
         kernel, layers = tile_kernel(self.config._attn_implementation), cast(Any, self.encoder).layer
         recorded = _recorded()
-        states: list[torch.Tensor | None] | None = recorded.get("hidden_states")
+        states: list[Tensor | None] | None = recorded.get("hidden_states")
         last_alone = states is None or recorded.get("_hidden_states_layers") == {len(layers)}
         if self.off or kernel is None or not last_alone or not _fits(hidden_states, self.encoder):
             return self.layers_as_they_are(hidden_states)
@@ -316,7 +310,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks)
 
 
-def _fits(hidden_states: torch.Tensor, encoder: nn.Module) -> bool:
+def _fits(hidden_states: Tensor, encoder: nn.Module) -> bool:
     """Whether the kernels take these tensors: in half precision, like the weights, outside of autocast."""
     on_device = not hidden_states.is_cuda or triton_kernels() is not None
     dtypes = {hidden_states.dtype, *(p.dtype for p in encoder.parameters())}
@@ -328,6 +322,6 @@ def _fits(hidden_states: torch.Tensor, encoder: nn.Module) -> bool:
     )
 
 
-def _added(state: State) -> torch.Tensor:
+def _added(state: State) -> Tensor:
     stream, branch, bias = state
     return stream if branch is None or bias is None else stream + (branch + bias.to(branch.dtype))

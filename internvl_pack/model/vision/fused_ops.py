@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @functools.cache
@@ -28,18 +29,13 @@ def triton_kernels() -> ModuleType | None:
     return fused_triton
 
 
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+def _kernels(tensor: Tensor) -> ModuleType | None:
     return triton_kernels() if tensor.is_cuda else None
 
 
 def add_norm(
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, y: Tensor | None, bias: Tensor | None, weight: Tensor, norm_bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A branch added to the stream, and the layer norm after it.
 
     Args:
@@ -64,13 +60,8 @@ def add_norm(
 
 
 def add_norm_backward(
-    normed_grad: torch.Tensor,
-    total_grad: torch.Tensor | None,
-    total: torch.Tensor,
-    means: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_grad: Tensor, total_grad: Tensor | None, total: Tensor, means: Tensor, scales: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient of `add_norm`, which x and y share.
 
     Args:
@@ -89,9 +80,7 @@ def add_norm_backward(
     return grad.to(total.dtype), torch.stack([weight_grad, bias_grad, grad.sum(0)])
 
 
-def gelu_backward(
-    upstream: torch.Tensor, inputs: torch.Tensor, again: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def gelu_backward(upstream: Tensor, inputs: Tensor, again: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradient of the exact GELU; `upstream` (rows, width) is overwritten.
 
     Args:
@@ -109,14 +98,14 @@ def gelu_backward(
     return upstream.copy_(grad), F.gelu(inputs) if again else None, grad.sum(0)
 
 
-def column_sums(values: torch.Tensor) -> torch.Tensor:
+def column_sums(values: Tensor) -> Tensor:
     """float32 (width,): the sum of (rows, width) over rows."""
     if kernels := _kernels(values):
         return kernels.column_sums(values)
     return _wide(values).sum(0)
 
 
-def fold(weight: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fold(weight: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """scale[:, None] * weight, like weight (out, in), and scale * bias, float32 (out,)."""
     if kernels := _kernels(weight):
         return kernels.fold(weight, bias, scale)
@@ -124,8 +113,8 @@ def fold(weight: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> tuple
 
 
 def fold_backward(
-    folded_grad: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    folded_grad: Tensor, sums: Tensor, weight: Tensor, bias: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of weight, bias and scale from those of the folded weight and, float32, of the folded bias."""
     if kernels := _kernels(weight):
         return kernels.fold_backward(folded_grad, sums, weight, bias, scale)
@@ -134,6 +123,6 @@ def fold_backward(
     return (wide * scale.unsqueeze(-1)).to(weight.dtype), (sums * scale).to(bias.dtype), scale_grad.to(scale.dtype)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _wide(tensor: Tensor) -> Tensor:
     """float32, or float64 as it is: what sums and norms are computed in."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ..packed import PackedModel
@@ -41,7 +41,7 @@ def is_patch_projection(module: nn.Module) -> bool:
     )
 
 
-def project_patches(tiles: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def project_patches(tiles: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What F.conv2d with a stride of the kernel's size gives.
 
     Args:
@@ -67,7 +67,7 @@ class PatchProjection:
         self.convolution = convolution
         self.compiled = compiled
 
-    def __call__(self, tiles: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tiles: Tensor) -> Tensor:
         height, width = self.convolution.kernel_size
         if tiles.shape[2] % height or tiles.shape[3] % width:  # a convolution leaves out what is over
             return nn.Conv2d.forward(self.convolution, tiles)

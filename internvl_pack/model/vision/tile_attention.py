@@ -15,10 +15,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..attention import HALF, KERNELS, Kernel, one_dtype
+from ..attention import HALF, KERNELS, Kernel, attention_operation, one_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,14 +61,14 @@ def _attention_function(kernel: str) -> Any:
 
     def tile_attention(
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         query, key, value = one_dtype(query, key, value)
         if attention_mask is not None or dropout or not {query.dtype, key.dtype, value.dtype} <= set(HALF):
             return sdpa_attention_forward(
@@ -82,68 +81,19 @@ def _attention_function(kernel: str) -> Any:
     return tile_attention
 
 
-@torch.library.custom_op("internvl_pack::attend_tiles", mutates_args=())
-def attend_tiles(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
     forward = KERNELS[kernel].tiles_forward
     assert forward is not None, "called for kernels that have one"
-    out, lse = forward(q, k, v, scale)
-    return out.contiguous(), lse.contiguous()
+    return forward(q, k, v, scale)
 
 
-@attend_tiles.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tiles, patches, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((tiles, heads, patches), dtype=torch.float32)
-
-
-@torch.library.custom_op("internvl_pack::attend_tiles_backward", mutates_args=())
-def attend_tiles_backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(*tensors_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, scale, kernel = tensors_and_settings
     backward = KERNELS[kernel].tiles_backward
     assert backward is not None, "a kernel with a forward has a backward"
-    dq, dk, dv = (g.contiguous() for g in backward(upstream.contiguous(), q, k, v, out, lse, scale))
-    return dq, dk, dv
+    return backward(*tensors, scale)
 
 
-@attend_tiles_backward.register_fake
-def _(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(
-    ctx: Any, upstream: torch.Tensor | None, _lse_upstream: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    gradients: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if upstream is not None:
-        gradients = attend_tiles_backward(upstream, *ctx.saved_tensors, *ctx.rest)
-    return (*gradients, None, None)
-
-
-attend_tiles.register_autograd(_gradients, setup_context=_save)
+attend_tiles, _ = attention_operation(
+    "attend_tiles", "float scale, str kernel", _forward, _backward, lambda q: (q.shape[0], q.shape[2], q.shape[1])
+)

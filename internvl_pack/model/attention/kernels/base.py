@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -23,7 +24,7 @@ class Row(NamedTuple):
             queries and keys are equally long parts of the same segments, and a query sees all keys of its segment.
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     max_seqlen: int
     scale: float | None = None
     window: int | None = None
@@ -39,11 +40,11 @@ class Row(NamedTuple):
         """flash-attn's window, to the left and to the right, the query's own key left out; -1 is no limit."""
         return -1 if self.limit is None else self.limit - 1, 0 if self.causal else -1
 
-    def scale_of(self, q: torch.Tensor) -> float:
+    def scale_of(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +68,12 @@ class Kernel:
     """
 
     name: str
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Row], torch.Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, Row], Tensor]
     problem: Callable[[torch.device], str | None]
     half_only: bool
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Row], tuple[torch.Tensor, torch.Tensor]] | None = None
+    forward: Callable[[Tensor, Tensor, Tensor, Row], tuple[Tensor, Tensor]] | None = None
     backward: Callable[..., Gradients] | None = None
-    tiles_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    tiles_forward: Callable[..., tuple[Tensor, Tensor]] | None = None
     tiles_backward: Callable[..., Gradients] | None = None
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .base import Gradients, Kernel, Row, needs_ampere
 
@@ -21,7 +22,7 @@ def varlen_func() -> Callable | None:
     return flash_attn_varlen_func
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     """Without a window `None` is what it takes for no limit."""
     attend = varlen_func()
     assert attend is not None, "checked by problem"
@@ -41,22 +42,14 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Te
     return out[0] if isinstance(out, tuple) else out
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=row.scale_of(q), return_lse=True, **_settings(row))
     return out, lse
 
 
-def backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    row: Row,
-) -> Gradients:
+def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row: Row) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd(q, k, v, out, upstream, lse, softmax_scale=row.scale_of(q), **_settings(row))[:3]
@@ -75,7 +68,7 @@ def _settings(row: Row) -> dict[str, Any]:
     }
 
 
-def tiles_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=False, return_lse=True)
@@ -83,14 +76,14 @@ def tiles_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: floa
 
 
 def tiles_backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
-    into: tuple[torch.Tensor, ...] | None = None,
+    into: tuple[Tensor, ...] | None = None,
 ) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from .base import Gradients, Kernel, Row, needs_ampere
 
@@ -20,7 +21,7 @@ def varlen_func() -> Callable | None:
     return flash_attn_varlen_func
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     attend = varlen_func()
     assert attend is not None, "checked by problem"
     return attend(
@@ -37,7 +38,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Te
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
 
     left, right = row.flash_window
@@ -46,15 +47,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tupl
     return out, lse
 
 
-def backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    row: Row,
-) -> Gradients:
+def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row: Row) -> Gradients:
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
 
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -63,7 +56,7 @@ def backward(
     return dq, dk, dv
 
 
-def bounds(row: Row) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def bounds(row: Row) -> tuple[Tensor, Tensor, int, int]:
     """Boundaries of queries and of keys, and their longest segments."""
     longest = max(row.max_seqlen, 2)  # for 1 the kernel takes another way, with other layouts
     return row.cu_seqlens, row.cu_seqlens, longest, longest

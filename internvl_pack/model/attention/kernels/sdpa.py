@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .base import Gradients, Kernel, Row
@@ -14,7 +15,7 @@ QUERY_ROWS = 1024  # of one segment whose scores exist at once
 SHORT_ROWS = 64  # of several segments together
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     """PyTorch's SDPA on each segment by itself; any dtype, any device, forward and backward.
 
     The row is split once rather than sliced per segment: the gradient of S slices of an N-token row
@@ -35,7 +36,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Te
     return torch.cat(outputs)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """SDPA gives no log-sum-exp: the scores are written out, in float32, some queries at a time."""
     out = torch.empty_like(q)
     lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
@@ -48,15 +49,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tupl
     return out, lse
 
 
-def backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    row: Row,
-) -> Gradients:
+def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row: Row) -> Gradients:
     heads, kv_heads, scale = q.shape[1], k.shape[1], row.scale_of(q)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
@@ -71,12 +64,12 @@ def backward(
     return dq, dk, dv
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor | None) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     scores = (q @ k.mT).mul_(scale)
     return scores if seen is None else scores.masked_fill_(~seen.to(scores.device), -torch.inf)
 
 
-def _tiles_of_scores(row: Row) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+def _tiles_of_scores(row: Row) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Rows of queries, keys they see, and which of these, bool (rows, keys); None for all.
 
     A long segment is several tiles; short ones are one tile together, most of which is masked: fewer operations.
@@ -104,13 +97,13 @@ def _tiles_of_scores(row: Row) -> Iterator[tuple[slice, slice, torch.Tensor | No
         first += count
 
 
-def _seen_keys(first: int, last: int, window: int | None) -> torch.Tensor:
+def _seen_keys(first: int, last: int, window: int | None) -> Tensor:
     """bool (last - first, last): True where query i, from `first` on, sees key j, i - window < j <= i."""
     seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
     return seen if window is None else seen.triu(first + 1 - window)
 
 
-def _by_head(tokens: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+def _by_head(tokens: Tensor, heads: int | None = None) -> Tensor:
     """(n, H, D) as float32 (H, n, D), heads repeated to `heads`."""
     tokens = tokens.transpose(0, 1).float()
     return tokens if heads in (None, len(tokens)) else tokens.repeat_interleave(heads // len(tokens), 0)
@@ -119,7 +112,7 @@ def _by_head(tokens: torch.Tensor, heads: int | None = None) -> torch.Tensor:
 _lengths_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def segment_lengths(cu_seqlens: torch.Tensor) -> list[int]:
+def segment_lengths(cu_seqlens: Tensor) -> list[int]:
     """Host lengths of the segments; asked of the device once a row, not once a layer."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.diff().tolist()

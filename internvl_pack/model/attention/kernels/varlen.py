@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from .base import Gradients, Kernel, Row, needs_ampere
 from .flash_attn import bounds
@@ -22,7 +23,7 @@ def varlen_attn() -> tuple[Callable, bool] | None:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     """Causal is a window of (-1, 0)."""
     found = varlen_attn()
     assert found is not None, "checked by problem"
@@ -32,22 +33,14 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Te
     return attend(q, k, v, *at, scale=row.scale, window_size=row.flash_window, **grouped)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """As torch.nn.attention.varlen calls it."""
     settings = (0.0, row.causal and row.limit is None, False)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *bounds(row), *settings, **_options(q, row))
     return out, lse
 
 
-def backward(
-    upstream: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    row: Row,
-) -> Gradients:
+def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row: Row) -> Gradients:
     no_dropout = torch.zeros((2,), dtype=torch.uint64, device=q.device)
     settings = (0.0, row.causal and row.limit is None, no_dropout, q.new_empty(0))
     return torch.ops.aten._flash_attention_backward(
@@ -55,7 +48,7 @@ def backward(
     )
 
 
-def _options(q: torch.Tensor, row: Row) -> dict[str, float | int]:
+def _options(q: Tensor, row: Row) -> dict[str, float | int]:
     left, right = row.flash_window
     return {"scale": row.scale_of(q), "window_size_left": left, "window_size_right": right}
 
