@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from internvl_pack.checkpoints import internvl_format, lora
-from internvl_pack.checkpoints.internvl_format_files import config_of, local_folder, save_original
+from internvl_pack.checkpoints.internvl_format_files import config_of, local_folder, save_internvl_format
 from internvl_pack.checkpoints.tokenizers import save_tokenizer
 from internvl_pack.errors import UserError
 from internvl_pack.model.packed import PackedModel, inner_names
@@ -61,7 +61,7 @@ class Saving:
             tokenizer.save_pretrained(folder)
             return
         like = self._original_folder()
-        save_original(folder, packed.config, lora.merged_state_dict(model, state), like=like)
+        save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
         if like is None:
             save_tokenizer(tokenizer, folder)
 
@@ -113,6 +113,6 @@ class Saving:
 
     def _original_folder(self) -> Path | None:
         """Where the extra files of an original checkpoint come from."""
-        if self.source is None or not internvl_format.is_original(config_of(self.source)):
+        if self.source is None or not internvl_format.is_internvl_format(config_of(self.source)):
             return None
         return local_folder(self.source)

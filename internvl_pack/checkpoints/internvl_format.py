@@ -29,7 +29,7 @@ from ..errors import UserError
 MODEL_TYPE = "internvl_chat"
 ARCHITECTURE = "InternVLChatModel"
 VISION_TYPE = "intern_vit_6b"  # model_type of InternVisionModel, the 300M tower's too
-PROVENANCE = "internvl_chat"  # attribute of a native config: what its original config said
+PROVENANCE = "internvl_chat"  # attribute of a native config: what its config in InternVL's format said
 
 #: Language models of InternVLChatModel (`llm_config.architectures`) and the native family of each.
 FAMILIES = {
@@ -55,23 +55,23 @@ VISION_RMS_EPS = 1e-6  # of the native tower's q and k norms, which do not read 
 # --- configs --------------------------------------------------------------------------------------
 
 
-def is_original(config: Mapping[str, Any]) -> bool:
+def is_internvl_format(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is InternVLChatModel's."""
     return config.get("model_type") == MODEL_TYPE or ARCHITECTURE in (config.get("architectures") or ())
 
 
-def check_original(original: Mapping[str, Any]) -> None:
+def check_internvl_format(content: Mapping[str, Any]) -> None:
     """Refuse by its config.json alone a model that the native one cannot compute, before its weights are fetched.
 
     Raises:
         UserError: naming the kind of model, or the key of config.json.
     """
-    _refuse_what_differs(original)
-    _llm_architecture(original["llm_config"])
+    _refuse_what_differs(content)
+    _llm_architecture(content["llm_config"])
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse by the names of its weights a model whose config.json does not tell.
+    """Refuse by the names of its weights a model that its config.json does not name.
 
     Raises:
         UserError: an InternVL3.5-Flash.
@@ -83,19 +83,19 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
-    """The `InternVLConfig` of the same model; it carries the original under `internvl_chat`, for the way back.
+def native_config(content: Mapping[str, Any], image_token_id: int) -> Any:
+    """The `InternVLConfig` of the same model; it carries this one under `internvl_chat`, to be written again.
 
     Raises:
         UserError: what the native model cannot compute, naming the key of config.json.
     """
     from transformers import InternVLConfig
 
-    _refuse_what_differs(original)
-    original = copy.deepcopy(dict(original))  # transformers' configs write into what they are given
-    stored = json.dumps(original)
-    vision, text = _native_vision(original["vision_config"]), _native_text(original["llm_config"])
-    ratio = float(original.get("downsample_ratio", 0.5))
+    _refuse_what_differs(content)
+    content = copy.deepcopy(dict(content))  # transformers' configs write into what they are given
+    stored = json.dumps(content)
+    vision, text = _native_vision(content["vision_config"]), _native_text(content["llm_config"])
+    ratio = float(content.get("downsample_ratio", 0.5))
     try:
         config = InternVLConfig(
             vision_config=vision,
@@ -103,7 +103,7 @@ def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
             image_token_id=image_token_id,
             image_seq_length=int((vision["image_size"] // vision["patch_size"]) ** 2 * ratio**2),
             downsample_ratio=ratio,
-            vision_feature_layer=original.get("select_layer", -1),
+            vision_feature_layer=content.get("select_layer", -1),
             tie_word_embeddings=text.tie_word_embeddings,
             architectures=["InternVLForConditionalGeneration"],
         )
@@ -114,32 +114,32 @@ def native_config(original: Mapping[str, Any], image_token_id: int) -> Any:
     return config
 
 
-def _refuse_what_differs(original: Mapping[str, Any]) -> None:
-    if ARCHITECTURE not in (original.get("architectures") or (ARCHITECTURE,)):
-        raise UserError(f"config.json: architectures is {original['architectures']}, not {ARCHITECTURE}")
+def _refuse_what_differs(content: Mapping[str, Any]) -> None:
+    if ARCHITECTURE not in (content.get("architectures") or (ARCHITECTURE,)):
+        raise UserError(f"config.json: architectures is {content['architectures']}, not {ARCHITECTURE}")
     for part in ("vision_config", "llm_config"):
-        if not isinstance(original.get(part), Mapping):
+        if not isinstance(content.get(part), Mapping):
             raise UserError(f"config.json: {part} is missing")
     for option in ("use_llm_lora", "use_backbone_lora"):
-        if original.get(option):
+        if content.get(option):
             raise UserError(
-                f"config.json: {option} is {original[option]}: merge LoRA with InternVL's merge_lora.py first"
+                f"config.json: {option} is {content[option]}: merge LoRA with InternVL's merge_lora.py first"
             )
-    if original.get("pad2square"):
+    if content.get("pad2square"):
         raise UserError("config.json: pad2square is true: the tiles of a squared image are not made here")
-    if original.get("quantization_config"):
+    if content.get("quantization_config"):
         raise UserError("config.json: quantization_config: quantised weights cannot be trained, use the 16-bit ones")
-    if (version := original.get("ps_version", "v1")) != "v2":  # v1 is InternVL's default for configs that do not say
+    if (version := content.get("ps_version", "v1")) != "v2":  # v1 is InternVL's default for configs that do not say
         raise UserError(f"config.json: ps_version is {version!r}: the native model pixel-shuffles as v2 does")
-    vision, llm = original["vision_config"], original["llm_config"]
-    positions = original.get("rope_pos_id_version") or llm.get("rope_pos_id_version") or "default"
+    vision, llm = content["vision_config"], content["llm_config"]
+    positions = content.get("rope_pos_id_version") or llm.get("rope_pos_id_version") or "default"
     if positions != "default":  # V2PE: the tokens of an image share less than a position each
         raise UserError(f"config.json: rope_pos_id_version is {positions!r}: positions here count every token")
-    size, forced = vision.get("image_size", 224), original.get("force_image_size")
+    size, forced = vision.get("image_size", 224), content.get("force_image_size")
     if forced is not None and forced != size:
         raise UserError(
             f"config.json: force_image_size is {forced} and vision_config.image_size {size}: the native model does not "
-            "resize its position embeddings on the way, save them resized first"
+            "resize its position embeddings while it loads, save them resized first"
         )
     _refuse_vision(vision)
 
@@ -159,7 +159,7 @@ def _refuse_vision(vision: Mapping[str, Any]) -> None:
 
 
 def native_vision_config(vision: Mapping[str, Any]) -> Any:
-    """The `InternVLVisionConfig` of an original tower's config.
+    """The `InternVLVisionConfig` of an InternVisionModel's config.
 
     Raises:
         UserError: as `native_config`.
@@ -173,26 +173,30 @@ def native_vision_config(vision: Mapping[str, Any]) -> Any:
         raise UserError(f"config.json: {' '.join(str(error).split())}") from error
 
 
+#: Settings of the vision tower: (InternVisionConfig's name, InternVLVisionConfig's, InternVisionConfig's default, which
+#: is that of the 6B tower).
+_VISION_SETTINGS = (
+    ("hidden_size", "hidden_size", 3200),
+    ("intermediate_size", "intermediate_size", 12800),
+    ("num_hidden_layers", "num_hidden_layers", 48),
+    ("num_attention_heads", "num_attention_heads", 25),
+    ("num_channels", "num_channels", 3),
+    ("image_size", "image_size", 224),
+    ("patch_size", "patch_size", 14),
+    ("qkv_bias", "attention_bias", False),
+    ("qk_normalization", "use_qk_norm", True),
+    ("norm_type", "norm_type", "rms_norm"),
+    ("layer_norm_eps", "layer_norm_eps", 1e-6),
+    ("hidden_act", "hidden_act", "gelu"),
+    ("dropout", "projection_dropout", 0.0),
+    ("attention_dropout", "attention_dropout", 0.0),
+    ("initializer_range", "initializer_range", 0.02),
+    ("initializer_factor", "layer_scale_init_value", 0.1),
+)
+
+
 def _native_vision(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of InternVLVisionConfig; the defaults are InternVisionConfig's, those of the 6B tower."""
-    return {
-        "hidden_size": vision.get("hidden_size", 3200),
-        "intermediate_size": vision.get("intermediate_size", 12800),
-        "num_hidden_layers": vision.get("num_hidden_layers", 48),
-        "num_attention_heads": vision.get("num_attention_heads", 25),
-        "num_channels": vision.get("num_channels", 3),
-        "image_size": vision.get("image_size", 224),
-        "patch_size": vision.get("patch_size", 14),
-        "attention_bias": vision.get("qkv_bias", False),
-        "use_qk_norm": vision.get("qk_normalization", True),
-        "norm_type": vision.get("norm_type", "rms_norm"),
-        "layer_norm_eps": vision.get("layer_norm_eps", 1e-6),
-        "hidden_act": vision.get("hidden_act", "gelu"),
-        "projection_dropout": vision.get("dropout", 0.0),
-        "attention_dropout": vision.get("attention_dropout", 0.0),
-        "initializer_range": vision.get("initializer_range", 0.02),
-        "layer_scale_init_value": vision.get("initializer_factor", 0.1),
-    }
+    return {native: vision.get(name, default) for name, native, default in _VISION_SETTINGS}
 
 
 def _llm_architecture(llm: Mapping[str, Any]) -> str:
@@ -240,7 +244,7 @@ def _settings_of(family: str) -> set[str]:
     return own | {"qwen3_moe": {"num_experts"}, "gpt_oss": {"layer_types"}}.get(family, set())
 
 
-def original_config(config: Any, dtype: torch.dtype | None = None, **changes: Any) -> dict[str, Any]:
+def internvl_config(config: Any, dtype: torch.dtype | None = None, **changes: Any) -> dict[str, Any]:
     """The config.json of InternVLChatModel: as it was loaded, or made from the native config.
 
     Args:
@@ -251,27 +255,27 @@ def original_config(config: Any, dtype: torch.dtype | None = None, **changes: An
     Raises:
         UserError: the native model has no InternVLChatModel that computes the same.
     """
-    original = loaded_from(config) or _made_from_native(config)
+    content = loaded_from(config) or _made_from_native(config)
     if dtype is not None:
-        original["torch_dtype"] = str(dtype).removeprefix("torch.")
-    return original | changes
+        content["torch_dtype"] = str(dtype).removeprefix("torch.")
+    return content | changes
 
 
 def template_of(config: Mapping[str, Any]) -> str | None:
-    """The chat template of a config.json, original or native with an original's memory, if it says one."""
+    """The chat template of a config.json in InternVL's format, or of a native one made from that, if it names one."""
     if PROVENANCE in config:
         config = json.loads(config[PROVENANCE]["config"])
-    return config.get("template") if is_original(config) else None
+    return config.get("template") if is_internvl_format(config) else None
 
 
 def remember(config: Any, **changes: Any) -> None:
-    """Let a native config carry its original, with these keys changed, from now on.
+    """Change keys of the config in InternVL's format that a native config carries.
 
     Raises:
-        UserError: as `original_config`.
+        UserError: as `internvl_config`.
     """
     known = getattr(config, PROVENANCE, None) or {}
-    setattr(config, PROVENANCE, known | {"config": json.dumps(original_config(config, **changes))})
+    setattr(config, PROVENANCE, known | {"config": json.dumps(internvl_config(config, **changes))})
 
 
 def _made_from_native(config: Any) -> dict[str, Any]:
@@ -310,23 +314,10 @@ def _made_from_native(config: Any) -> dict[str, Any]:
         "vision_config": {
             "architectures": ["InternVisionModel"],
             "model_type": VISION_TYPE,
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.intermediate_size,
-            "num_hidden_layers": vision.num_hidden_layers,
-            "num_attention_heads": vision.num_attention_heads,
-            "num_channels": vision.num_channels,
+            **{name: getattr(vision, native) for name, native, _ in _VISION_SETTINGS},
             "image_size": size,
             "patch_size": vision.patch_size[0],
-            "qkv_bias": vision.attention_bias,
-            "qk_normalization": vision.use_qk_norm,
-            "norm_type": vision.norm_type,
-            "layer_norm_eps": vision.layer_norm_eps,
-            "hidden_act": vision.hidden_act,
-            "dropout": vision.projection_dropout,
-            "attention_dropout": vision.attention_dropout,
             "drop_path_rate": 0.0,
-            "initializer_range": vision.initializer_range,
-            "initializer_factor": vision.layer_scale_init_value,
             "use_flash_attn": True,
         },
     }
@@ -339,7 +330,7 @@ def is_internlm2(config: Any) -> bool:
 
 
 def loaded_from(config: Any) -> dict[str, Any] | None:
-    """The original config that a native one was made from, if it was."""
+    """The config in InternVL's format that a native one was made from, if it was."""
     known = getattr(config, PROVENANCE, None)
     return json.loads(known["config"]) if known else None
 
@@ -431,7 +422,7 @@ _VISION_QKV = Groups(1, 1)
 
 
 class Weight(NamedTuple):
-    """One tensor of an original checkpoint: the native tensors it holds, and how."""
+    """One tensor of a checkpoint in InternVL's format: the native tensors it holds, and how."""
 
     native: tuple[str, ...]
     groups: Groups | None
@@ -446,7 +437,7 @@ class Weight(NamedTuple):
 
 
 def weights(names: Iterable[str], config: Any = None) -> dict[str, Weight]:
-    """What an original checkpoint holds, by its own names.
+    """What a checkpoint in InternVL's format holds, by its own names.
 
     Args:
         names: all published native names of the model.
@@ -461,23 +452,23 @@ def weights(names: Iterable[str], config: Any = None) -> dict[str, Weight]:
         part, _, rest = name.partition(".")
         groups = None
         if part == "vision_tower":
-            original, groups = f"vision_model.{_replaced(rest, _VISION)}", _VISION_QKV
+            stored, groups = f"vision_model.{_replaced(rest, _VISION)}", _VISION_QKV
             fused = "qkv"
         elif part == "multi_modal_projector":
-            original, fused = _replaced(rest, _PROJECTOR), ""
+            stored, fused = _replaced(rest, _PROJECTOR), ""
         else:
-            original, groups = (_replaced(name, _INTERNLM2), wqkv) if internlm2 else (name, None)
+            stored, groups = (_replaced(name, _INTERNLM2), wqkv) if internlm2 else (name, None)
             fused = "wqkv"
-        piece = next((p for p in _PARTS if f".{p}." in original), None)
+        piece = next((p for p in _PARTS if f".{p}." in stored), None)
         if groups is None or piece is None:
-            out[original] = Weight((name,), None)
+            out[stored] = Weight((name,), None)
             continue
         native = tuple(name.replace(piece, p) for p in _PARTS)
-        out[original.replace(piece, fused)] = Weight(native, groups)
+        out[stored.replace(piece, fused)] = Weight(native, groups)
     return out
 
 
 def _replaced(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    for native, original in pairs:
-        name = name.replace(native, original)
+    for native, stored in pairs:
+        name = name.replace(native, stored)
     return name

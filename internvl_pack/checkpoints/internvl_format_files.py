@@ -69,7 +69,7 @@ def patch_size_of(config: Mapping[str, Any]) -> int:
 
 
 def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
-    """The chat format of a run: the user's, else the one that an original checkpoint (its config) was trained with.
+    """The chat format of a run: the user's, else the one in the config of a checkpoint in InternVL's format.
 
     Raises:
         UserError: the checkpoint's is not known here.
@@ -118,10 +118,10 @@ def local_folder(name: str | Path) -> Path:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def load_original(
+def load_internvl_format(
     folder: str | Path, image_token_id: int, dtype: torch.dtype, attn_implementation: Any = None
 ) -> PreTrainedModel:
-    """A native model with the weights of an original checkpoint; under ZeRO-3 its weights are partitioned.
+    """A native model with the weights of an InternVLChatModel; under ZeRO-3 its weights are partitioned.
 
     The files are mapped and each tensor is copied when its place in the model is filled, so that the weights are in
     memory once. Names and shapes are checked before.
@@ -131,54 +131,35 @@ def load_original(
     """
     from transformers import InternVLForConditionalGeneration
 
-    config = _native_config(folder, image_token_id)
-    stored = LazyWeights(folder)
-    plan = _check_weights(folder, stored, config)
-    _remember_tied_head(stored, plan, config, folder)
+    config, stored, plan = _opened(folder, image_token_id)
     model = _filled(InternVLForConditionalGeneration, config, _state(stored, plan, dtype), dtype, attn_implementation)
     _take_generation_config(model, folder)
     return model
 
 
-def load_original_vision(folder: str | Path, dtype: torch.dtype, attn_implementation: Any = None) -> PreTrainedModel:
+def load_internvl_vision(folder: str | Path, dtype: torch.dtype, attn_implementation: Any = None) -> PreTrainedModel:
     """A native vision tower with the weights of an `InternVisionModel`, or of that within an `InternVLChatModel`.
 
     Raises:
-        UserError: as `load_original`.
+        UserError: as `load_internvl_format`.
     """
     from transformers import InternVLVisionModel
 
-    content, whole = read_config(folder), LazyWeights(folder)
+    content = read_config(folder)
     prefix = "" if content.get("model_type") == internvl_format.VISION_TYPE else "vision_model."
     try:
         config = internvl_format.native_vision_config(content.get("vision_config", {}) if prefix else content)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    stored = _Named(whole, {name: name for name in whole if name.startswith(prefix)})
-    if not prefix:
-        stored = _Named(whole, {f"vision_model.{name}": name for name in whole})
+    stored = LazyWeights(folder, prefix)
     with _without_zero3(), torch.device("meta"):
         shapes = {f"vision_tower.{name}": t for name, t in InternVLVisionModel(config).state_dict().items()}
     plan = internvl_format.weights(shapes)
+    if not prefix:
+        plan = {name.removeprefix("vision_model."): weight for name, weight in plan.items()}
     _check_plan(folder, stored, plan, shapes)
     state = {name.removeprefix("vision_tower."): t for name, t in _state(stored, plan, dtype).items()}
     return _filled(InternVLVisionModel, config, state, dtype, attn_implementation)
-
-
-class _Named(Mapping[str, Tensor]):
-    """Stored weights under other names."""
-
-    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._stored, self._names = stored, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._stored[self._names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _filled(
@@ -248,13 +229,6 @@ def _state_for_zero3(stored: Mapping[str, Tensor], plan: Mapping[str, Weight]) -
     return state
 
 
-def _native_config(folder: str | Path, image_token_id: int) -> Any:
-    try:
-        return internvl_format.native_config(read_config(folder), image_token_id)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
-
-
 def _shapes(config: Any) -> dict[str, Tensor]:
     """The published native names of a config's model with tensors of no memory."""
     from transformers import InternVLForConditionalGeneration
@@ -276,20 +250,24 @@ def _without_zero3() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-def _check_weights(folder: str | Path, stored: Mapping[str, Tensor], config: Any) -> dict[str, Weight]:
-    """What is stored, by original names, each as the native model takes it.
+def _opened(folder: str | Path, image_token_id: int) -> tuple[Any, LazyWeights, dict[str, Weight]]:
+    """(native config, what is stored, each of its tensors as the native model takes it) of an InternVLChatModel.
 
     Raises:
-        UserError: names that are missing, unknown or of another shape.
+        UserError: what the native model cannot compute, or names that are missing, unknown or of another shape.
     """
-    shapes = _shapes(config)
+    try:
+        config = internvl_format.native_config(read_config(folder), image_token_id)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    stored, shapes = LazyWeights(folder), _shapes(config)
     plan = internvl_format.weights(shapes, config)
-    tied = config.get_text_config().tie_word_embeddings
     head = next(name for name, weight in plan.items() if weight.native == (_HEAD,))
-    if tied and head not in stored:
+    if config.get_text_config().tie_word_embeddings and head not in stored:
         del plan[head]
     _check_plan(folder, stored, plan, shapes)
-    return plan
+    _remember_tied_head(stored, plan, config, folder)
+    return config, stored, plan
 
 
 def _check_plan(
@@ -330,7 +308,7 @@ def _remember_tied_head(
 # --- writing --------------------------------------------------------------------------------------
 
 
-def save_original(
+def save_internvl_format(
     folder: str | Path,
     config: Any,
     state: Mapping[str, Tensor],
@@ -344,7 +322,7 @@ def save_original(
     Args:
         config: its native config.
         state: its state dict, by its own names or by those of published files; whole tensors.
-        like: an original checkpoint's folder, whose other files (code, tokenizer, ...) are copied; its `auto_map`
+        like: a folder in InternVL's format, whose other files (code, tokenizer, ...) are copied; its `auto_map`
             names them where the config has none.
         changes: keys of config.json that are set (`template`, `max_dynamic_patch`, ...).
 
@@ -361,7 +339,7 @@ def save_original(
         state[_HEAD] = state[_EMBEDDINGS].clone()  # safetensors refuses tensors that share memory
     plan = internvl_format.weights(state, config)
     dtypes = {tensor.dtype for tensor in state.values()}
-    content = internvl_format.original_config(config, dtypes.pop() if len(dtypes) == 1 else None, **changes)
+    content = internvl_format.internvl_config(config, dtypes.pop() if len(dtypes) == 1 else None, **changes)
     meta = {name: weight.join({n: state[n].to("meta") for n in weight.native}) for name, weight in plan.items()}
     write_weights(folder, meta, lambda name: _own(plan[name].join(state)), max_shard_size)
     if like is not None:
@@ -404,18 +382,15 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def convert_to_native(source: str | Path, folder: str | Path, image_token_id: int, max_shard_size: str) -> Any:
-    """Write an original checkpoint as a native one, tensor by tensor as they are stored.
+    """Write a checkpoint in InternVL's format as a native one, tensor by tensor as they are stored.
 
     Returns:
         the native config.
 
     Raises:
-        UserError: as `load_original`.
+        UserError: as `load_internvl_format`.
     """
-    config = _native_config(source, image_token_id)
-    stored = LazyWeights(source)
-    plan = _check_weights(source, stored, config)
-    _remember_tied_head(stored, plan, config, source)
+    config, stored, plan = _opened(source, image_token_id)
     where = {native: name for name, weight in plan.items() for native in weight.native}
     if config.get_text_config().tie_word_embeddings:
         where.pop(_HEAD, None)
@@ -431,13 +406,13 @@ def convert_to_native(source: str | Path, folder: str | Path, image_token_id: in
     return config
 
 
-def convert_to_original(
+def convert_to_internvl_format(
     source: str | Path, folder: str | Path, like: str | Path | None, max_shard_size: str
 ) -> dict[str, Any]:
-    """Write a native checkpoint as an original one, tensor by tensor as they are stored.
+    """Write a native checkpoint in InternVL's format, tensor by tensor as they are stored.
 
     Returns:
-        the original config.
+        its config.json.
 
     Raises:
         UserError: it is no InternVLForConditionalGeneration, or its weights are not those of its config.
@@ -456,5 +431,5 @@ def convert_to_original(
     for what, names in (("missing", shapes.keys() - state.keys()), ("unknown", state.keys() - shapes.keys())):
         if names:
             raise UserError(f"{source}: weights are {what}: {named(sorted(names))}")
-    save_original(folder, config, state, like=like, max_shard_size=max_shard_size)
+    save_internvl_format(folder, config, state, like=like, max_shard_size=max_shard_size)
     return read_config(folder)

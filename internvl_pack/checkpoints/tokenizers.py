@@ -41,10 +41,10 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedConfig
 
-    from .internvl_format import is_original
+    from .internvl_format import is_internvl_format
     from .internvl_format_files import config_of
 
-    if not is_original(config_of(path)):  # a tokenizer alone has none
+    if not is_internvl_format(config_of(path)):  # a tokenizer alone has none
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not Path(path).is_dir():
         path = _download(str(path))

@@ -21,14 +21,17 @@ class LazyWeights(Mapping[str, Tensor]):
 
     Safetensors, or else `.bin` files (read with `weights_only`), in one file or several with an index.
 
+    Args:
+        prefix: of the names to take; the other tensors are passed over.
+
     Raises:
         UserError: no weights there, a file that the index names is missing, or one that cannot be read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, prefix: str = "") -> None:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
-        self._file_of = {name: file for file in self._files() for name in self._names(file)}
+        self._file_of = {n: file for file in self._files() for n in self._names(file) if n.startswith(prefix)}
 
     def __getitem__(self, name: str) -> Tensor:
         """Backed by the file: not to be written to; the memory it takes is the system's to take back."""

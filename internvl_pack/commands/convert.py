@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"DST {target}: exists and is not an empty folder")
     if args.like and args.to == "hf":
         raise UserError("--like goes with --to internvl")
-    convert = _to_native if args.to == "hf" else _to_original
+    convert = _to_native if args.to == "hf" else _to_internvl_format
     architecture = convert(source, target, args)
     files = sorted(path for pattern in _WEIGHTS for path in target.glob(pattern))
     size = sum(path.stat().st_size for path in files)
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
-    from ..checkpoints.internvl_format import is_original
+    from ..checkpoints.internvl_format import is_internvl_format
     from ..checkpoints.internvl_format_files import convert_to_native, read_config
     from ..checkpoints.tokenizers import image_token_id
 
-    if not is_original(read_config(source)):
+    if not is_internvl_format(read_config(source)):
         raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {_kind(read_config(source))}")
     tokenizer = _tokenizer(source)
     convert_to_native(source, target, image_token_id(tokenizer), args.max_shard_size)
@@ -63,14 +63,14 @@ def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
     return "InternVLForConditionalGeneration"
 
 
-def _to_original(source: Path, target: Path, args: argparse.Namespace) -> str:
-    from ..checkpoints.internvl_format_files import convert_to_original, local_folder, read_config
+def _to_internvl_format(source: Path, target: Path, args: argparse.Namespace) -> str:
+    from ..checkpoints.internvl_format_files import convert_to_internvl_format, local_folder, read_config
     from ..checkpoints.tokenizers import save_tokenizer
 
     if (kind := read_config(source).get("model_type")) != "internvl":
         raise UserError(f"SRC {source}: no InternVLForConditionalGeneration: its config.json says {kind!r}")
     like = local_folder(args.like) if args.like else None
-    convert_to_original(source, target, like, args.max_shard_size)
+    convert_to_internvl_format(source, target, like, args.max_shard_size)
     if like is None:
         save_tokenizer(_tokenizer(source), target)
     return "InternVLChatModel"

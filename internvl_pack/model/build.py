@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_original, is_original
-from ..checkpoints.internvl_format_files import load_original, load_original_vision, local_folder
+from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internvl_format, is_internvl_format
+from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError
 from .attention import register_packed_attention, select_kernel
@@ -147,7 +147,7 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
     if family == MODEL_TYPE:
         image = image_token_id(tokenizer)
         try:
-            return load_original(local_folder(path), image, dtype, parts)
+            return load_internvl_format(local_folder(path), image, dtype, parts)
         except UserError as error:
             raise UserError(f"--model_name_or_path {error}") from error
     if family == "internvl":
@@ -179,7 +179,7 @@ def _join(
         vision = whole.get_submodule("model.vision_tower")
     elif kind in (VISION_TYPE, MODEL_TYPE):
         try:
-            vision = load_original_vision(local_folder(vision_path), dtype, "sdpa")
+            vision = load_internvl_vision(local_folder(vision_path), dtype, "sdpa")
         except UserError as error:
             raise UserError(f"--vision_path {error}") from error
     else:
@@ -216,7 +216,8 @@ def _from_pretrained(
     model_class: Any, path: str | Path, option: str, implementation: str | dict[str, str], dtype: torch.dtype
 ) -> PreTrainedModel:
     options: dict[str, Any] = {}
-    if _quantised_as(path) == "mxfp4":  # as GPT-OSS is published; only whole weights can be trained
+    quantised = config_of(path).get("quantization_config") or {}
+    if quantised.get("quant_method") == "mxfp4":  # as GPT-OSS is published; only whole weights can be trained
         from transformers.utils.quantization_config import Mxfp4Config
 
         options["quantization_config"] = Mxfp4Config(dequantize=True)
@@ -224,16 +225,6 @@ def _from_pretrained(
         return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation, **options)
     except OSError as error:
         raise UserError(f"--{option} {path}: {_first_line(error)}") from error
-
-
-def _quantised_as(path: str | Path) -> str | None:
-    from transformers import PreTrainedConfig
-
-    try:
-        content, _ = PreTrainedConfig.get_config_dict(path)
-    except OSError:
-        return None
-    return (content.get("quantization_config") or {}).get("quant_method")
 
 
 def check_loadable(**paths: str | Path | None) -> None:
@@ -245,18 +236,11 @@ def check_loadable(**paths: str | Path | None) -> None:
     Raises:
         UserError: names the option and the kind of model.
     """
-    from transformers import PreTrainedConfig
-
     for option, path in paths.items():
-        if path is None:
-            continue
+        content = config_of(path)
         try:
-            content, _ = PreTrainedConfig.get_config_dict(path)
-        except OSError:
-            continue
-        try:
-            if option == "model_name_or_path" and is_original(content):
-                check_original(content)
+            if option == "model_name_or_path" and is_internvl_format(content):
+                check_internvl_format(content)
             elif option != "vision_path" and "model_type" in content:
                 check_attention(content["model_type"])
                 check_kind(content)

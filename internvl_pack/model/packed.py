@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..batch.loss_weights import IGNORE_INDEX, normalized, shift_targets
-from ..checkpoints.internvl_format import is_original
-from ..checkpoints.internvl_format_files import load_original, read_config
+from ..checkpoints.internvl_format import is_internvl_format
+from ..checkpoints.internvl_format_files import load_internvl_format, read_config
 from ..checkpoints.lora import merged_state_dict
 from ..errors import UserError
 from ..parallel.group import SequenceGroup
@@ -462,7 +462,7 @@ class PackedModel(nn.Module):
         self.model.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
 
     def load_pretrained(self, directory: str | Path) -> None:
-        """Take the weights of a checkpoint, native or original (not under ZeRO-3, not with LoRA).
+        """Take the weights of a checkpoint, native or in InternVL's format (not under ZeRO-3, not with LoRA).
 
         transformers stores some models under other names than their parameters', so the state dict of
         the file cannot simply be loaded.
@@ -470,8 +470,8 @@ class PackedModel(nn.Module):
         Raises:
             RuntimeError: weights that are missing or do not fit.
         """
-        if is_original(read_config(directory)):
-            saved = load_original(directory, self.config.image_token_id, self.dtype)
+        if is_internvl_format(read_config(directory)):
+            saved = load_internvl_format(directory, self.config.image_token_id, self.dtype)
         else:
             saved = type(self.model).from_pretrained(directory, dtype=self.dtype)
         self.model.load_state_dict(saved.state_dict())

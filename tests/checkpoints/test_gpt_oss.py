@@ -10,7 +10,11 @@ from helpers.model_samples import mixed_segments, packed_batch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from internvl_pack.checkpoints.internvl_format_files import convert_to_native, convert_to_original, save_original
+from internvl_pack.checkpoints.internvl_format_files import (
+    convert_to_internvl_format,
+    convert_to_native,
+    save_internvl_format,
+)
 from internvl_pack.model.build import build_model
 from internvl_pack.testing.tiny import save_tiny_checkpoint, tiny_internvl, tiny_text_config
 
@@ -45,7 +49,7 @@ def folder(tmp_path_factory, tokenizer):
             parameter.normal_(std=0.1)
     folder = tmp_path_factory.mktemp("gpt_oss") / "chat"
     folder.mkdir()
-    save_original(folder, model.config, model.state_dict(), template="internvl3_5_gpt_oss")
+    save_internvl_format(folder, model.config, model.state_dict(), template="internvl3_5_gpt_oss")
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -68,7 +72,7 @@ def test_it_is_trained_and_written_back_bit_for_bit(folder, tmp_path, tokenizer)
     batch = packed_batch(mixed_segments(tokenizer))
     packed.train()(**batch).loss.backward()
     assert all(p.grad is not None for p in packed.parameters())
-    save_original(tmp_path / "back", packed.config, packed.model.state_dict(), like=folder)
+    save_internvl_format(tmp_path / "back", packed.config, packed.model.state_dict(), like=folder)
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(t, after[n]) for n, t in before.items())
     contents = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back")]
@@ -82,7 +86,7 @@ def test_it_is_converted_there_and_back(folder, tmp_path, tokenizer):
     original = build_model(folder, tokenizer=tokenizer, device="cpu", dtype=torch.float32)
     batch = packed_batch(mixed_segments(tokenizer))
     assert native.eval()(**batch).loss.item() == original.eval()(**batch).loss.item()
-    convert_to_original(tmp_path / "hf", tmp_path / "back", None, "1GB")
+    convert_to_internvl_format(tmp_path / "hf", tmp_path / "back", None, "1GB")
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(t, after[n]) for n, t in before.items())
 

@@ -23,7 +23,7 @@ from helpers.original_samples import (
 from transformers import AutoTokenizer, InternVLForConditionalGeneration
 
 from internvl_pack.checkpoints.internvl_format import Groups
-from internvl_pack.checkpoints.internvl_format_files import save_original
+from internvl_pack.checkpoints.internvl_format_files import save_internvl_format
 from internvl_pack.checkpoints.tokenizers import load_tokenizer
 from internvl_pack.checkpoints.weight_files import LazyWeights
 from internvl_pack.cli import main as cli
@@ -165,7 +165,7 @@ def test_a_vision_tower_of_either_original_joins_a_language_model(tokenizer, tmp
         packed = build(None, tokenizer, vision_path=folder, llm_path=tmp_path / "llm")
         found = packed.vision_modules[0].state_dict()
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    save_original(tmp_path / "joined", packed.config, packed.model.state_dict())
+    save_internvl_format(tmp_path / "joined", packed.config, packed.model.state_dict())
     again = build(tmp_path / "joined", tokenizer)
     assert all(torch.equal(a, b) for a, b in zip(packed.parameters(), again.parameters(), strict=True))
     write_chat_checkpoint(alone, config["vision_config"], {k: t for k, t in tower.items() if "ls1" not in k}, tokenizer)
@@ -245,7 +245,7 @@ def test_loaded_and_saved_again_it_is_the_same_bit_for_bit(llm, dtype, tokenizer
     source = write_chat_checkpoint(tmp_path / "source", config, state, tokenizer)
     model = build(source, tokenizer, dtype=dtype).model
     target = tmp_path / "target"
-    save_original(target, model.config, model.state_dict(), like=source, max_shard_size="40KB")
+    save_internvl_format(target, model.config, model.state_dict(), like=source, max_shard_size="40KB")
     assert len(list(target.glob("model-*.safetensors"))) > 2
     same_weights(target, state)
     assert json.loads((target / "config.json").read_text()) == config
@@ -266,7 +266,7 @@ def test_tied_embeddings_come_back_as_they_were_stored(with_head, tokenizer, tmp
     source = write_chat_checkpoint(tmp_path / "source", config, state, tokenizer)
     model = build(source, tokenizer).model
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    save_original(tmp_path / "target", model.config, model.state_dict(), like=source)
+    save_internvl_format(tmp_path / "target", model.config, model.state_dict(), like=source)
     same_weights(tmp_path / "target", state)
     if with_head:
         state["language_model.lm_head.weight"] += 1
@@ -280,7 +280,7 @@ def test_a_second_save_with_other_shards_leaves_none_of_the_first(tokenizer, tmp
     state = chat_weights(config)
     model = build(write_chat_checkpoint(tmp_path / "source", config, state, tokenizer), tokenizer).model
     for size in ("40KB", "5GB", "80KB"):
-        save_original(tmp_path / "target", model.config, model.state_dict(), max_shard_size=size)
+        save_internvl_format(tmp_path / "target", model.config, model.state_dict(), max_shard_size=size)
         same_weights(tmp_path / "target", state)
         files = list((tmp_path / "target").glob("*.safetensors"))
         assert (len(files) == 1) == (size == "5GB")

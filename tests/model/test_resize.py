@@ -10,7 +10,7 @@ import torch
 from helpers.original_samples import chat_config, chat_weights, write_chat_checkpoint
 from transformers import AutoModelForCausalLM
 
-from internvl_pack.checkpoints.internvl_format_files import save_original
+from internvl_pack.checkpoints.internvl_format_files import save_internvl_format
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model
 from internvl_pack.model.resize import fit_vocabulary, interpolated
@@ -66,7 +66,7 @@ def test_the_new_size_is_written_in_internvls_own_format(tokenizer, tmp_path):
     config = chat_config(tokenizer)
     folder = write_chat_checkpoint(tmp_path / "chat", config, chat_weights(config), tokenizer)
     packed = build(folder, tokenizer, force_image_size=112)
-    save_original(tmp_path / "back", packed.config, packed.model.state_dict())
+    save_internvl_format(tmp_path / "back", packed.config, packed.model.state_dict())
     content = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (content["force_image_size"], content["vision_config"]["image_size"]) == (112, 112)
     again = build(tmp_path / "back", tokenizer, force_image_size=112)
