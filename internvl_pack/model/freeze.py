@@ -29,15 +29,15 @@ def freeze(
     if not packed.has_vision and (given := [name for name, value in vision_options.items() if value]):
         raise UserError(f"--{given[0]}: the model has no vision tower")
     vision, projector = packed.vision_modules or (nn.Module(), nn.Module())
-    language = (packed.language_model, packed.get_output_embeddings())
+    language = nn.ModuleList([packed.language_model, packed.get_output_embeddings()])
     if freeze_backbone:
         vision.requires_grad_(False)
     if freeze_llm:
-        _freeze_all(language)
+        language.requires_grad_(False)
     if use_backbone_lora:
         add_lora(vision, use_backbone_lora, VISION_TARGETS, "use_backbone_lora")
     if use_llm_lora:
-        _freeze_all(language)
+        language.requires_grad_(False)
         add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
     if freeze_mlp:
         projector.requires_grad_(False)
@@ -62,8 +62,3 @@ def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
     layers = vision_layers(packed.vision_modules[0])
     used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
     return list(layers[used if used >= 0 else len(layers) + 1 + used :])
-
-
-def _freeze_all(modules: tuple[nn.Module, ...]) -> None:
-    for module in modules:
-        module.requires_grad_(False)

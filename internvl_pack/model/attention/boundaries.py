@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-INT32_MAX = 2**31 - 1
-
 
 def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None = None) -> None:
     """Check a row's boundaries once, on the host, before any kernel reads them.
@@ -19,15 +17,8 @@ def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None
     Raises:
         ValueError: says which rule is broken.
     """
-    check_cu_seqlens_form(cu_seqlens, max_seqlen, allow_wider=True)
+    check_cu_seqlens_form(cu_seqlens, max_seqlen)
     bounds = cu_seqlens.tolist()
-    total = bounds[-1]
-    if total > INT32_MAX:
-        raise ValueError(f"cu_seqlens ends at {total}, above 2**31 - 1: int32 boundaries cannot hold the row")
-    if _dtype_name(cu_seqlens) != "int32":
-        raise ValueError(
-            f"cu_seqlens must be int32, is {_dtype_name(cu_seqlens)}: the kernels would refuse or misread it"
-        )
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, starts at {bounds[0]}")
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -36,10 +27,10 @@ def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None
         if stop <= start:
             kind = "is empty (repeated boundary)" if stop == start else "runs backwards"
             raise ValueError(f"cu_seqlens must be strictly increasing: segment {i} from {start} to {stop} {kind}")
-    if total != num_tokens:
+    if bounds[-1] != num_tokens:
         raise ValueError(
-            f"cu_seqlens ends at {total}, the row has {num_tokens} tokens: give the rest a pad segment of its own, or "
-            "trim the row; gradients of uncovered tokens are undefined"
+            f"cu_seqlens ends at {bounds[-1]}, the row has {num_tokens} tokens: give the rest a pad segment of its "
+            "own, or trim the row; gradients of uncovered tokens are undefined"
         )
     if max_seqlen is not None:
         longest = max(stop - start for start, stop in itertools.pairwise(bounds))
@@ -47,7 +38,7 @@ def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None
             raise ValueError(f"max_seqlen is {max_seqlen}, the longest segment has {longest} tokens")
 
 
-def check_cu_seqlens_form(cu_seqlens: Any, max_seqlen: Any, allow_wider: bool = False) -> None:
+def check_cu_seqlens_form(cu_seqlens: Any, max_seqlen: Any) -> None:
     """What can be said of boundaries without reading their values: no synchronisation.
 
     Raises:
@@ -57,16 +48,10 @@ def check_cu_seqlens_form(cu_seqlens: Any, max_seqlen: Any, allow_wider: bool = 
         raise ValueError(f"cu_seqlens must be an int32 vector (S+1,), is {_describe(cu_seqlens)}")
     if cu_seqlens.shape[0] < 2:
         raise ValueError("cu_seqlens has no segment: an empty pack must not reach the model")
-    if _dtype_name(cu_seqlens) not in (("int32", "int64") if allow_wider else ("int32",)):
-        raise ValueError(
-            f"cu_seqlens must be int32, is {_dtype_name(cu_seqlens)}: the kernels would refuse or misread it"
-        )
+    if (dtype := str(cu_seqlens.dtype).removeprefix("torch.")) != "int32":
+        raise ValueError(f"cu_seqlens must be int32, is {dtype}: the kernels would refuse or misread it")
     if max_seqlen is not None and type(max_seqlen) is not int:
         raise ValueError(f"max_seqlen must be a Python int, is {_describe(max_seqlen)}: layers must not ask the device")
-
-
-def _dtype_name(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
 
 
 def _describe(value: Any) -> str:
