@@ -9,7 +9,7 @@ whatever the data: pictures, text and segments beyond a limit are left out, and 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -40,7 +40,7 @@ _BORDER_COLUMNS = [
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of tokens that is shown in one way.
+    """A run of tokens that are shown alike.
 
     kind: `text`, `special` (one token), `image` (context tokens of one image), or `cut` (not shown).
     tiles: of an image: JPEG bytes, or None for those that found no room.
@@ -99,22 +99,20 @@ class SegmentView:
 
 @dataclass(frozen=True)
 class RowView:
-    """One batch: a row of one or more packs, `number` from 1; `step` and `micro_batch` are its place in the epoch."""
+    """One batch: a row of one or more packs, `number` from 1; `step` and `micro_batch` are its place in the epoch.
+
+    counts: the batch's whole numbers, as `packed_collate_fn` names them.
+    boundaries: its boundaries by name, cu_seqlens and, with pads within segments, cu_seqlens_padded.
+    trained_runs, image_runs: [start, stop) of the runs of trained and of image tokens.
+    """
 
     number: int
     step: int
     micro_batch: int
     segments: tuple[SegmentView, ...]
-    num_tokens: int
-    num_real_tokens: int
-    num_tiles: int
-    num_samples: int
-    num_loss_tokens: int
-    max_seqlen: int
-    sum_squared_lengths: int
+    counts: dict[str, int]
     weight: float
-    cu_seqlens: tuple[int, ...]
-    cu_seqlens_padded: tuple[int, ...] | None
+    boundaries: dict[str, list[int]]
     trained_runs: tuple[tuple[int, int], ...]
     image_runs: tuple[tuple[int, int], ...]
 
@@ -153,7 +151,7 @@ class _Room:
     tile_pixels: int
     pictures: int = field(default_factory=lambda: MAX_PICTURE_BYTES)
     segments: int = field(default_factory=lambda: MAX_SEGMENTS)
-    left_out: int = field(default=0)
+    left_out: int = 0
 
     def thumbnail(self, tile: np.ndarray) -> bytes | None:
         """A tile (3, S, S) as a small JPEG, or None where the page is full."""
@@ -186,10 +184,10 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
     decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
     rows: list[RowView] = []
     for batch in islice(loader, num_rows):
-        rows.append(_row(batch, len(rows), decoder, max_text=MAX_TEXT // num_rows))
+        rows.append(_row(batch, len(rows) + 1, decoder, max_text=MAX_TEXT // num_rows))
     return Preview(
         rows=rows,
-        budget=_row_budget(loader),
+        budget=(loader.budget[0] * loader.packs_per_batch, loader.budget[1] * loader.packs_per_batch),
         ledger_lines=loader.ledger.lines(),
         events=loader.take_events(),
         epoch=loader.epoch,
@@ -199,75 +197,54 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
     )
 
 
-def _row_budget(loader: Any) -> tuple[int, int]:
-    tokens, tiles = loader.budget
-    packs = loader.packs_per_batch
-    return tokens * packs, tiles * packs
-
-
 def _row(batch: dict[str, Any], number: int, decoder: _Decoder, *, max_text: int) -> RowView:
-    ids, labels, positions, weights = (
-        batch[key][0].numpy() for key in ("input_ids", "labels", "position_ids", "loss_weight")
-    )
-    places = row_boundaries(batch).tolist()
-    lengths = batch["cu_seqlens"].diff().tolist()
-    tile_offsets = batch["segment_tile_offsets"].tolist()
-    image_offsets = batch["image_offsets"].tolist()
-    detailed = decoder.room.segments >= len(lengths)
-    decoder.room.segments -= len(lengths)
-    pixels = batch["pixel_values"].numpy()
-    segments, image = [], 0
-    for i, (sample_id, fragment) in enumerate(zip(batch["sample_ids"], batch["fragments"], strict=True)):
-        start, stop = places[i], places[i] + lengths[i]
-        first, last = tile_offsets[i], tile_offsets[i + 1]
-        images = []
-        while image < len(image_offsets) - 1 and image_offsets[image + 1] <= last:
-            images.append((image_offsets[image], image_offsets[image + 1]))
-            image += 1
-        weight = weights[start:stop]
-        pieces = None
-        if detailed and sample_id not in (PAD_ID, FILLER_ID):
-            pieces = decoder.pieces(
-                ids[start:stop],
-                labels[start:stop] != IGNORE_INDEX,
-                [pixels[a:b] for a, b in images],
-                max_text=max(MIN_TEXT, max_text // max(1, len(lengths))),
-            )
-        segments.append(
-            SegmentView(
-                sample_id=sample_id,
-                fragment=tuple(fragment),
-                start=start,
-                stop=stop,
-                pad=places[i + 1] - stop,
-                tiles=(first, last),
-                tiles_per_image=tuple(b - a for a, b in images),
-                positions=(int(positions[start]), int(positions[stop - 1])),
-                num_trained=int((labels[start:stop] != IGNORE_INDEX).sum()),
-                token_weight=float(weight.max(initial=0.0)),
-                weight=float(weight.sum(dtype=np.float64)),
-                pieces=pieces,
-            )
-        )
-    padded = batch.get("cu_seqlens_padded")
+    segments = _segments(batch, decoder, max_text)
+    trained = batch["labels"][0].numpy() != IGNORE_INDEX
     return RowView(
-        number=number + 1,
+        number=number,
         step=batch["progress"].step,
         micro_batch=batch["progress"].micro_batch,
         segments=tuple(segments),
-        num_tokens=batch["num_tokens"],
-        num_real_tokens=batch["num_real_tokens"],
-        num_tiles=batch["num_tiles"],
-        num_samples=batch["num_samples"],
-        num_loss_tokens=batch["num_loss_tokens"],
-        max_seqlen=batch["max_seqlen"],
-        sum_squared_lengths=batch["sum_squared_lengths"],
-        weight=float(weights.sum(dtype=np.float64)),
-        cu_seqlens=tuple(batch["cu_seqlens"].tolist()),
-        cu_seqlens_padded=None if padded is None else tuple(padded.tolist()),
-        trained_runs=runs_of(labels != IGNORE_INDEX),
-        image_runs=runs_of(ids == decoder.context_id),
+        counts={name: value for name, value in batch.items() if isinstance(value, int)},
+        weight=float(batch["loss_weight"].numpy().sum(dtype=np.float64)),
+        boundaries={name: batch[name].tolist() for name in ("cu_seqlens", "cu_seqlens_padded") if name in batch},
+        trained_runs=runs_of(trained),
+        image_runs=runs_of(batch["input_ids"][0].numpy() == decoder.context_id),
     )
+
+
+def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterator[SegmentView]:
+    names = ("input_ids", "labels", "position_ids", "loss_weight")
+    ids, labels, positions, weights = (batch[name][0].numpy() for name in names)
+    places, lengths = row_boundaries(batch).tolist(), batch["cu_seqlens"].diff().tolist()
+    tile_offsets = batch["segment_tile_offsets"].tolist()
+    images = [*pairwise(batch["image_offsets"].tolist())]
+    pixels = batch["pixel_values"].numpy()
+    detailed = decoder.room.segments >= len(lengths)
+    decoder.room.segments -= len(lengths)
+    for i, (sample_id, fragment) in enumerate(zip(batch["sample_ids"], batch["fragments"], strict=True)):
+        row = slice(places[i], places[i] + lengths[i])
+        tiles = tile_offsets[i], tile_offsets[i + 1]
+        own = [(a, b) for a, b in images if tiles[0] <= a and b <= tiles[1]]
+        trained, weight = labels[row] != IGNORE_INDEX, weights[row]
+        pieces = None
+        if detailed and sample_id not in (PAD_ID, FILLER_ID):
+            most = max(MIN_TEXT, max_text // max(1, len(lengths)))
+            pieces = decoder.pieces(ids[row], trained, [pixels[a:b] for a, b in own], max_text=most)
+        yield SegmentView(
+            sample_id=sample_id,
+            fragment=tuple(fragment),
+            start=row.start,
+            stop=row.stop,
+            pad=places[i + 1] - row.stop,
+            tiles=tiles,
+            tiles_per_image=tuple(b - a for a, b in own),
+            positions=(int(positions[row.start]), int(positions[row.stop - 1])),
+            num_trained=int(trained.sum()),
+            token_weight=float(weight.max(initial=0.0)),
+            weight=float(weight.sum(dtype=np.float64)),
+            pieces=pieces,
+        )
 
 
 def runs_of(flags: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -354,11 +331,11 @@ def render(preview: Preview, *, title: str, options: Sequence[tuple[str, str]], 
 
 def _totals(p: Preview) -> dict[str, Any]:
     rows, (tokens, tiles) = p.rows, p.budget
-    real, packed_tiles = sum(r.num_real_tokens for r in rows), sum(r.num_tiles for r in rows)
-    trained = sum(r.num_loss_tokens for r in rows)
+    real, packed_tiles = (sum(r.counts[name] for r in rows) for name in ("num_real_tokens", "num_tiles"))
+    trained = sum(r.counts["num_loss_tokens"] for r in rows)
     capacity = max(1, len(rows))
     return {
-        "samples": sum(r.num_samples for r in rows),
+        "samples": sum(r.counts["num_samples"] for r in rows),
         "segments": sum(len(r.samples) for r in rows),
         "tokens": real,
         "token_fill": real / capacity / tokens,
