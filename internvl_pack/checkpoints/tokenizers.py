@@ -21,6 +21,8 @@ IMAGE_NAMES = {"start_image_token": "<img>", "end_image_token": "</img>", "conte
 #: Tokens that a bare language model's tokenizer lacks: InternVL's for images, and for grounding.
 IMAGE_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
 OTHER_TOKENS = ("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
+#: Files of a hub name that a tokenizer may need.
+_TOKENIZER_FILES = ["*token*", "*.txt", "vocab*.json", "*.jinja", "config.json"]
 _INTERNLM2 = ("InternLM2Tokenizer", "InternLM2TokenizerFast", "InternLMTokenizer")
 
 
@@ -39,6 +41,7 @@ def load_tokenizer(path: str | Path) -> Any:
         OSError, ValueError: as AutoTokenizer.
         UserError: a SentencePiece model that is not rebuilt here, or sentencepiece to read it is not installed.
     """
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedConfig
 
     from .internvl_format import is_internvl_format
@@ -47,12 +50,12 @@ def load_tokenizer(path: str | Path) -> Any:
     if not is_internvl_format(config_of(path)):  # a tokenizer alone has none
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not Path(path).is_dir():
-        path = _download(str(path))
+        path = snapshot_download(str(path), allow_patterns=_TOKENIZER_FILES)
     if _settings(path).get("tokenizer_class") in _INTERNLM2 and not Path(path, "tokenizer.json").is_file():
         return _internlm2(Path(path))
     options = {"trust_remote_code": False, "config": PreTrainedConfig()}  # its own config would ask for its code
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if not IMAGE_NAMES.keys() - _names_in(tokenizer).keys():
+    if tokenizer.get_added_vocab().keys() >= set(IMAGE_NAMES.values()):
         tokenizer = AutoTokenizer.from_pretrained(path, **options, extra_special_tokens=IMAGE_NAMES)
     return tokenizer
 
@@ -70,13 +73,6 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _download(name: str) -> str:
-    """The files of a hub name that a tokenizer may need."""
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(name, allow_patterns=["*token*", "*.txt", "vocab*.json", "*.jinja", "config.json"])
-
-
 def image_token_id(tokenizer: Any) -> int:
     """The id of the token that stands for a place of an image.
 
@@ -90,11 +86,6 @@ def image_token_id(tokenizer: Any) -> int:
     return token_id
 
 
-def _names_in(tokenizer: Any) -> dict[str, str]:
-    vocabulary = tokenizer.get_added_vocab()
-    return {name: token for name, token in IMAGE_NAMES.items() if token in vocabulary}
-
-
 def _settings(path: str | Path) -> dict[str, Any]:
     file = Path(path, "tokenizer_config.json")
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -104,7 +95,11 @@ def _settings(path: str | Path) -> dict[str, Any]:
 
 
 def _sentencepiece_model(path: Path) -> Any:
-    """The content of a SentencePiece model, a `ModelProto`."""
+    """The content of a SentencePiece model, a `ModelProto`.
+
+    Raises:
+        UserError: sentencepiece is not installed, or the model is of a kind that is not rebuilt here.
+    """
     try:
         from google.protobuf.message import DecodeError
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
@@ -113,17 +108,9 @@ def _sentencepiece_model(path: Path) -> Any:
             f"{path} needs sentencepiece: pip install 'internvl-pack[internlm2]', or save it as tokenizer.json"
         ) from None
     try:
-        return ModelProto.FromString(path.read_bytes())
+        model = ModelProto.FromString(path.read_bytes())
     except (OSError, DecodeError) as error:
         raise UserError(f"{path}: not a SentencePiece model ({error})") from error
-
-
-def _internlm2(folder: Path) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    path = folder / "tokenizer.model"
-    model = _sentencepiece_model(path)
     trained, normalizer = model.trainer_spec, model.normalizer_spec
     is_bpe = trained.model_type == trained.BPE and trained.byte_fallback
     if not is_bpe or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
@@ -137,33 +124,18 @@ def _internlm2(folder: Path) -> Any:
             "answers together with their headers, has not",
             path,
         )
+    return model
+
+
+def _internlm2(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     settings = _settings(folder)
-    added = _added_tokens(folder, settings)
-    # Added tokens stand in the places of unused pieces, or after all.
-    texts = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
-    unknown = next((p.piece for p in model.pieces if p.type == p.UNKNOWN), "<unk>")
-    vocabulary = {text: i for i, text in enumerate(texts)}
-    merges = _merges(texts, model.pieces)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    steps = [normalizers.Prepend("▁")] if normalizer.add_dummy_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(
-        [*undo, *([decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else [])]
-    )
-    for i, piece in enumerate(model.pieces):
-        if piece.type == piece.USER_DEFINED and i not in added:
-            added[i] = AddedToken(piece.piece, normalized=False, special=False)
-    for token_id in sorted(added):
-        tokenizer.add_special_tokens([added[token_id]]) if added[token_id].special else tokenizer.add_tokens(
-            [added[token_id]]
-        )
-        if (got := tokenizer.token_to_id(added[token_id].content)) != token_id:
-            raise UserError(f"{folder}: added token {added[token_id].content!r} has id {token_id}, it would get {got}")
+    tokenizer = _byte_pairs(folder, _added_tokens(folder, settings))
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     given = {name: settings[name] for name in names if settings.get(name)}
     given = {name: token["content"] if isinstance(token, dict) else token for name, token in given.items()}
-    if not IMAGE_NAMES.keys() - {n for n, t in IMAGE_NAMES.items() if tokenizer.token_to_id(t) is not None}:
+    if all(tokenizer.token_to_id(token) is not None for token in IMAGE_NAMES.values()):
         given["extra_special_tokens"] = IMAGE_NAMES
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -176,6 +148,37 @@ def _internlm2(folder: Path) -> Any:
     )
     fast.chat_template = settings.get("chat_template")
     return fast
+
+
+def _byte_pairs(folder: Path, added: dict[int, Any]) -> Any:
+    """The folder's SentencePiece model as a `tokenizers.Tokenizer`, with the added tokens at their ids.
+
+    Raises:
+        UserError: it is of another kind, or an added token would get another id.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    model = _sentencepiece_model(folder / "tokenizer.model")
+    prefix = model.normalizer_spec.add_dummy_prefix
+    # Added tokens stand in the places of unused pieces, or after all.
+    texts = [added[i].content if i in added else piece.piece for i, piece in enumerate(model.pieces)]
+    unknown = next((p.piece for p in model.pieces if p.type == p.UNKNOWN), "<unk>")
+    vocabulary = {text: i for i, text in enumerate(texts)}
+    merges = _merges(texts, model.pieces)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*undo, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    for i, piece in enumerate(model.pieces):
+        if piece.type == piece.USER_DEFINED and i not in added:
+            added[i] = AddedToken(piece.piece, normalized=False, special=False)
+    for token_id, token in sorted(added.items()):
+        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+        add([token])
+        if (got := tokenizer.token_to_id(token.content)) != token_id:
+            raise UserError(f"{folder}: added token {token.content!r} has id {token_id}, it would get {got}")
+    return tokenizer
 
 
 def _added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, Any]:
@@ -194,7 +197,7 @@ def _added_tokens(folder: Path, settings: dict[str, Any]) -> dict[int, Any]:
 
 
 def _merges(texts: list[str], pieces: Sequence[Any]) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, better pieces first, as SentencePiece merges."""
+    """The pairs of pieces that make up a third, better ones first, as SentencePiece merges."""
     normal = {
         text: i
         for i, (text, piece) in enumerate(zip(texts, pieces, strict=True))
