@@ -1,8 +1,8 @@
 """From packs to tensors.
 
 A worker hands out `PackRow`s (numpy arrays of the chosen fragments); `packed_collate_fn` concatenates
-the segments of one or more of them into one row, `padded_collate_fn` stacks one sample a row for
-`use_packed_ds=False`, so that both ways train on the same data through the same model code.
+the segments of one or more of them into one row. `padded_collate_fn` stacks one sample a row, for
+`use_packed_ds=False`. Both train on the same data through the same model code.
 
 A row of three segments and a pad (strict mode), N = 16:
 
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from .loss_weights import IGNORE_INDEX, LOSS_REDUCTIONS, token_weights
-from .row import PackRow
+from .loss_weights import IGNORE_INDEX, token_weights
+from .row import PackRow, Segment
 
 INT32_MAX = 2**31 - 1
 PAD_ID = "<pad>"
@@ -47,7 +46,7 @@ def packed_collate_fn(
     Args:
         pad_token_id: fills the pad segment and filler rows.
         image_size: side of a tile, for rows without any.
-        loss_reduction: `token`, `sample` or `square`; see loss.py.
+        loss_reduction: `token`, `sample` or `square`; see loss_weights.py.
         pad_to: pad the row with one isolated, unlabelled segment to this length (strict mode), or to
             the smallest of several lengths that holds it.
         pad_seq_to_mult: pad every segment to a multiple of this many tokens, as context parallelism and
@@ -82,24 +81,17 @@ def packed_collate_fn(
     if not rows:
         raise ValueError("packed_collate_fn got no rows: a batch needs at least one pack")
     segments = [s for row in rows for s in row.segments]
-    for s in segments:
-        if not len(s.input_ids):
-            raise ValueError(f"segment {s.sample_id!r} has no tokens: repeated boundaries break the kernels")
-        if len(s.labels) != len(s.input_ids):
-            raise ValueError(f"segment {s.sample_id!r}: {len(s.input_ids)} tokens but {len(s.labels)} labels")
-    lengths = [len(s.input_ids) for s in segments]
-    ids = [s.sample_id for s in segments]
-    fragments = [s.fragment for s in segments]
-    num_real_tokens = sum(lengths)
-    if not segments:
-        lengths, ids, fragments = [FILLER_TOKENS], [FILLER_ID], [(0, 1)]
+    _check_segments(segments)
+    lengths = [len(s.input_ids) for s in segments] or [FILLER_TOKENS]
+    ids = [s.sample_id for s in segments] or [FILLER_ID]
+    fragments = [s.fragment for s in segments] or [(0, 1)]
     padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
     target = padded_length(sum(padded), pad_to)
-    if target > sum(padded):
+    if free := target - sum(padded):
         ids.append(PAD_ID)
         fragments.append((0, 1))
-        lengths.append(target - sum(padded))
-        padded.append(target - sum(padded))
+        lengths.append(free)
+        padded.append(free)
     if target > INT32_MAX:
         raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
 
@@ -117,10 +109,6 @@ def packed_collate_fn(
     tile_counts = [len(s.tiles) for s in segments] + [0] * (len(lengths) - len(segments))
     image_counts = [n for s in segments for n in s.tiles_per_image]
     assert sum(image_counts) == sum(tile_counts), "tiles_per_image does not cover the tiles"
-    joined = _joined(rows)
-    pixels = torch.empty((0, 3, image_size, image_size), dtype=torch.uint8)
-    if joined is not None:
-        pixels = torch.from_numpy(joined)
     batch = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
@@ -128,7 +116,7 @@ def packed_collate_fn(
         "loss_weight": torch.from_numpy(weights)[None],
         "cu_seqlens": _offsets(lengths),
         "max_seqlen": max(padded),
-        "pixel_values": pixels,
+        "pixel_values": _pixels(rows, image_size),
         "image_offsets": _offsets(image_counts),
         "segment_tile_offsets": _offsets(tile_counts),
         "sample_ids": ids,
@@ -137,7 +125,7 @@ def packed_collate_fn(
         "num_segments": len(segments),
         "num_packs": sum(bool(row.segments) for row in rows),
         "num_tokens": target,
-        "num_real_tokens": num_real_tokens,
+        "num_real_tokens": sum(len(s.input_ids) for s in segments),
         "num_tiles": sum(tile_counts),
         "num_loss_tokens": int((labels != IGNORE_INDEX).sum()),
         "sum_squared_lengths": sum(len(s.input_ids) ** 2 for s in segments),
@@ -159,7 +147,7 @@ def padded_collate_fn(
     loss_reduction: str = "token",
     image_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The same samples the usual way: one sample a row, padded on the right to the longest.
+    """The same samples unpacked: one sample a row, padded on the right to the longest.
 
     Returns:
         input_ids, labels, position_ids, attention_mask: int64 (B, L); loss_weight: float32 (B, L);
@@ -244,26 +232,20 @@ def _static(places: Tensor, count: int) -> Tensor:
     return torch.cat([places, places[-1:].expand(count - len(places))])
 
 
-def filler_row() -> PackRow:
-    """What a rank trains on when its data has ended and others' has not: no sample, no weight."""
-    return PackRow([])
+def _check_segments(segments: Sequence[Segment]) -> None:
+    for s in segments:
+        if not len(s.input_ids):
+            raise ValueError(f"segment {s.sample_id!r} has no tokens: repeated boundaries break the kernels")
+        if len(s.labels) != len(s.input_ids):
+            raise ValueError(f"segment {s.sample_id!r}: {len(s.input_ids)} tokens but {len(s.labels)} labels")
 
 
-def is_filler(batch: dict[str, Any]) -> bool:
-    return batch["num_segments"] == 0
-
-
-def check_loss_reduction(loss_reduction: str) -> None:
-    if loss_reduction not in LOSS_REDUCTIONS:
-        raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use {', '.join(LOSS_REDUCTIONS)}")
-
-
-def _joined(rows: Sequence[PackRow]) -> np.ndarray | None:
-    """All tiles of the rows in placeholder order; those of a single pack are not copied. None without any."""
+def _pixels(rows: Sequence[PackRow], image_size: int) -> Tensor:
+    """All tiles of the rows in placeholder order; those of a single pack are not copied."""
     parts = [tiles for row in rows for tiles in row.all_tiles() if len(tiles)]
     if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return torch.empty((0, 3, image_size, image_size), dtype=torch.uint8)
+    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def _offsets(counts: Sequence[int]) -> Tensor:

@@ -31,6 +31,16 @@ IGNORE_INDEX = -100
 LOSS_REDUCTIONS = ("token", "sample", "square")
 
 
+def check_loss_reduction(loss_reduction: str) -> None:
+    """Refuse what is none of LOSS_REDUCTIONS.
+
+    Raises:
+        UserError: an unknown reduction.
+    """
+    if loss_reduction not in LOSS_REDUCTIONS:
+        raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use {', '.join(LOSS_REDUCTIONS)}")
+
+
 def target_weight(loss_reduction: str, num_targets: int) -> float:
     """The weight of one supervised token of a sample with `num_targets` of them.
 
@@ -38,8 +48,7 @@ def target_weight(loss_reduction: str, num_targets: int) -> float:
         UserError: an unknown reduction.
         ValueError: no or a negative number of targets.
     """
-    if loss_reduction not in LOSS_REDUCTIONS:
-        raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use {', '.join(LOSS_REDUCTIONS)}")
+    check_loss_reduction(loss_reduction)
     if num_targets <= 0:
         raise ValueError(f"a supervised token needs a sample with at least one target, not {num_targets}")
     if loss_reduction == "token":

@@ -99,7 +99,7 @@ def _target(name: str) -> Path:
 
 def build(args: argparse.Namespace) -> tuple[Any, Any]:
     """(loader, tokenizer): the loader of one rank as finetune.py builds it, reading in this process."""
-    from ..batch.collate import check_loss_reduction
+    from ..batch.loss_weights import check_loss_reduction
     from ..stream.dataset import PackedDataset
     from ..stream.loader import build_loader
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..batch.collate import check_loss_reduction, filler_row, packed_collate_fn
+from ..batch.collate import packed_collate_fn
+from ..batch.loss_weights import check_loss_reduction
+from ..batch.row import PackRow
 from ..errors import UserError
 from ..ledger import Ledger, Losses
 from ..parallel.agreement import Agreement
@@ -64,12 +66,12 @@ class _Feed(IterableDataset):
 
 @dataclass(frozen=True)
 class _Collate:
-    """A batch of a micro-batch's rows, with its progress."""
+    """A batch of a micro-batch's rows, with its progress; of a filler where this rank's data has ended."""
 
     collate_fn: Callable[..., dict[str, Any]]
 
     def __call__(self, batch: MicroBatch) -> dict[str, Any]:
-        return self.collate_fn(batch.rows or [filler_row()]) | {"progress": batch.progress}
+        return self.collate_fn(batch.rows or [PackRow([])]) | {"progress": batch.progress}
 
 
 class PackLoader(DataLoader):
