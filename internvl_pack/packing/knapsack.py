@@ -61,7 +61,7 @@ class SubsetSums:
         half = self._all.bit_length() // 2
         while bit:
             first = 0  # and not with the first `first`: what is reached stays reached, so bisect
-            if bit > half:  # of two ways to ask for a bit the one that copies less of the integer
+            if bit > half:  # asked for by the operation that copies less of the integer
                 while last - first > 1:
                     middle = (first + last) // 2
                     if reached[middle] >> bit & 1:
@@ -85,11 +85,11 @@ class SubsetSums:
         """Reachable states (row, tiles): those of the fullest row and `slack` below, nearest to `tiles` first;
         then one of each lower row."""
         top = (self._all.bit_length() - 1) // self.width
-        near = []
+        fullest = []
         for row in range(top, max(-1, top - slack - 1), -1):
             bits = self._all >> (row * self.width) & self._row
             if bits:
-                near.append((row, bits))
+                fullest.append((row, bits))
         below = max(-1, min(self.max_tiles, int(tiles) if tiles >= 0 else -1))
         above = below + 1
         while below >= 0 or above <= self.max_tiles:
@@ -97,7 +97,7 @@ class SubsetSums:
                 column, below = below, below - 1
             else:
                 column, above = above, above + 1
-            for row, bits in near:
+            for row, bits in fullest:
                 if bits >> column & 1:
                     yield row, column
         for row in range(top - slack - 1, -1, -1):

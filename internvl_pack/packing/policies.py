@@ -60,7 +60,11 @@ def policy(name: str) -> Callable[[Policy], Policy]:
 
 
 def find_policy(name: str) -> Policy:
-    """Raises UserError for a name that is not registered."""
+    """A registered policy.
+
+    Raises:
+        UserError: there is none of this name.
+    """
     if name not in POLICIES:
         raise UserError(f"packing policy {name!r} is unknown: use one of {', '.join(POLICIES)}")
     return POLICIES[name]
@@ -214,26 +218,44 @@ def _fill_by_size(pack: _Pack) -> None:
 
 
 def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
-    tokens, tiles, squares = pack.waiting
-    budget = pack.budget
-    room_tokens, room_tiles = budget.max_tokens - pack.tokens, budget.max_tiles - pack.tiles
-    wanted: float = room_tiles if goal.tokens_bind else room_tokens  # of tiles or tokens
-    if goal.target is not None:
-        f = balance.figures
-        attention = EXPECTED * f["squares"] / f["samples"]
-        missing = goal.target - pack.squares - attention  # secondary cost that the pack should get
-        if goal.tokens_bind:
-            wanted = missing / balance.tile_cost - pack.tiles
-            room_tiles = min(room_tiles, max(0, int(wanted)) + MORE_TILES)
-        else:
-            wanted = missing / UNIT - pack.tokens
+    """Put in the fullest subset of what waits whose cost is nearest to the goal's."""
+    tokens, tiles, _ = pack.waiting
+    room_tokens = pack.budget.max_tokens - pack.tokens
+    wanted, room_tiles = _wanted(pack, balance, goal)
     candidates = [p for p in pack.rest() if tokens[p] <= room_tokens and tiles[p] <= room_tiles][:SEARCHED]
     if not candidates:
         return
     sums = SubsetSums([(tokens[p], tiles[p]) for p in candidates], room_tokens, room_tiles)
-    slack = max(1, int(budget.max_tokens * FULL) // sums.step) if goal.target is not None else 0
-    states = sums.full_rows(slack, wanted) if goal.tokens_bind else sums.full_columns(wanted, TRIES)
+    best, over, top = _nearest(pack, balance, goal, sums, candidates, wanted)
+    if goal.tokens_bind and goal.target is not None and over > goal.above:
+        most = max(0, int(wanted)) + 1
+        cheaper = _less_full(pack, balance, goal, sums, candidates, top, most, goal.target + over)
+        if cheaper is not None:
+            best, pack.takes_tiles = cheaper, False
+    for place in best:
+        pack.put(place)
 
+
+def _wanted(pack: _Pack, balance: Balance, goal: Goal) -> tuple[float, int]:
+    """(what the search should add of the budget that does not bind, tiles that it may add at most)."""
+    room_tokens, room_tiles = pack.budget.max_tokens - pack.tokens, pack.budget.max_tiles - pack.tiles
+    if goal.target is None:
+        return (room_tiles if goal.tokens_bind else room_tokens), room_tiles
+    f = balance.figures
+    attention = EXPECTED * f["squares"] / f["samples"]
+    missing = goal.target - pack.squares - attention  # secondary cost that the pack should get
+    if not goal.tokens_bind:
+        return missing / UNIT - pack.tokens, room_tiles
+    tiles = missing / balance.tile_cost - pack.tiles
+    return tiles, min(room_tiles, max(0, int(tiles)) + MORE_TILES)
+
+
+def _nearest(
+    pack: _Pack, balance: Balance, goal: Goal, sums: SubsetSums, candidates: list[int], wanted: float
+) -> tuple[list[int], float, int]:
+    """(subset, how far its pack is over the target, its row or column) of the fullest ones tried."""
+    slack = max(1, int(pack.budget.max_tokens * FULL) // sums.step) if goal.target is not None else 0
+    states = sums.full_rows(slack, wanted) if goal.tokens_bind else sums.full_columns(wanted, TRIES)
     best: list[int] = []
     nearest = None
     over = 0.0
@@ -246,27 +268,23 @@ def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
         if added is None:
             continue
         if goal.target is None:
-            best = subset
-            break
-        secondary = pack.squares + sum(map(squares.__getitem__, subset))
-        if goal.tokens_bind:
-            secondary += (pack.tiles + column) * balance.tile_cost
-        else:
-            secondary += (pack.tokens + added) * UNIT
-        away = abs(secondary - goal.target)
-        if nearest is None or away < nearest:
-            best, nearest, over = subset, away, secondary - goal.target
+            return subset, 0.0, 0
+        above = _secondary(pack, balance, goal, subset, added, column) - goal.target
+        if nearest is None or abs(above) < nearest:
+            best, nearest, over = subset, abs(above), above
         found += 1
         top = max(top, row if goal.tokens_bind else column)
-        if found >= TRIES or away < goal.close:
+        if found >= TRIES or abs(above) < goal.close:
             break
-    if goal.tokens_bind and goal.target is not None and over > goal.above:
-        most = max(0, int(wanted)) + 1
-        cheaper = _less_full(pack, balance, goal, sums, candidates, top, most, goal.target + over)
-        if cheaper is not None:
-            best, pack.takes_tiles = cheaper, False
-    for place in best:
-        pack.put(place)
+    return best, over, top
+
+
+def _secondary(pack: _Pack, balance: Balance, goal: Goal, subset: list[int], tokens: int, tiles: int) -> int:
+    """The secondary cost of the pack with this subset, of so many tokens and tiles, added."""
+    squares = pack.squares + sum(map(pack.waiting.squares.__getitem__, subset))
+    if goal.tokens_bind:
+        return squares + (pack.tiles + tiles) * balance.tile_cost
+    return squares + (pack.tokens + tokens) * UNIT
 
 
 def _less_full(
@@ -281,13 +299,13 @@ def _less_full(
 ) -> list[int] | None:
     """The fullest subset below row `top` that is not too dear, or None where that leaves more than MAX_GAP empty."""
     assert goal.target is not None, "a pack is too dear for a target only"
-    squares = pack.waiting.squares
     best = None
     for row, column in sums.lower_rows(top, int(MAX_GAP * pack.budget.max_tokens) // sums.step, most_tiles):
         subset = [candidates[place] for place in sums.subset(row, column)]
-        if pack.tokens_that_fit(subset) is None:
+        added = pack.tokens_that_fit(subset)
+        if added is None:
             continue
-        secondary = pack.squares + sum(map(squares.__getitem__, subset)) + (pack.tiles + column) * balance.tile_cost
+        secondary = _secondary(pack, balance, goal, subset, added, column)
         if secondary < least:
             best, least = subset, secondary
             if secondary <= goal.target + goal.above:

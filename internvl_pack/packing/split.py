@@ -8,7 +8,7 @@ of even length. An image's block is never cut. Every token and tile of the sampl
 fragment, in order.
 
 Why the search is exact although it only keeps the furthest reach: whatever can follow position p can,
-shortened at its front, also follow any later position, so among all ways to use `f` fragments and `t`
+shortened at its front, also follow any later position, so among all choices of `f` fragments with `t`
 cuts inside turns only the one that reaches furthest matters. It takes time and memory that grow with the square of the
 number of fragments, so beyond EXACT_FRAGMENTS of them each cut is the last turn border in reach, else the last
 permitted cut.
@@ -84,11 +84,17 @@ def split(
             raise SampleError("image_exceeds_budget", size)
         return [whole(position, stop, layout.tiles_before(stop))]
 
-    if layout.largest_image_tokens > room or layout.largest_image_tiles > budget.max_tiles:
+    return _fragments(record, layout, position, room, budget.max_tiles, repeat_system_prompt)
+
+
+def _fragments(
+    record: Record, layout: _Layout, position: int, room: int, max_tiles: int, repeat_system_prompt: bool
+) -> list[Fragment]:
+    if layout.largest_image_tokens > room or layout.largest_image_tiles > max_tiles:
         raise SampleError(
             "image_exceeds_budget",
             f"sample {record.sample_id} has an image of {layout.largest_image_tokens} tokens and "
-            f"{layout.largest_image_tiles} tiles, a pack holds {room} and {budget.max_tiles}",
+            f"{layout.largest_image_tiles} tiles, a pack holds {room} and {max_tiles}",
         )
     prefix = 0
     if repeat_system_prompt and _can_repeat(record, layout, room):
@@ -96,8 +102,8 @@ def split(
     # One token of each later fragment is kept for the context token of a cut inside text.
     context = 1 if layout.largest_image_tokens < room - prefix and room - prefix > 1 else 0
     later_room = room - prefix - context
-    exact = max(record.num_tokens / later_room, record.num_tiles / max(1, budget.max_tiles)) <= EXACT_FRAGMENTS
-    cuts = (_choose_cuts if exact else _furthest_cuts)(layout, room, later_room, budget.max_tiles)
+    exact = max(record.num_tokens / later_room, record.num_tiles / max(1, max_tiles)) <= EXACT_FRAGMENTS
+    cuts = (_choose_cuts if exact else _furthest_cuts)(layout, room, later_room, max_tiles)
     return [
         Fragment(
             position,
@@ -189,8 +195,8 @@ class _Layout:
         """The turn border nearest to `token` among those in [first, last]."""
         lo, hi = bisect_left(self.borders, first), bisect_right(self.borders, last)
         place = bisect_left(self.borders, token, lo, hi)
-        near = self.borders[max(lo, place - 1) : min(hi, place + 1)]
-        return min(near, key=lambda border: abs(border - token)) if near else None
+        beside = self.borders[max(lo, place - 1) : min(hi, place + 1)]
+        return min(beside, key=lambda border: abs(border - token)) if beside else None
 
     def cut_nearest(self, token: int, first: int, last: int) -> int:
         """The permitted cut nearest to `token` in [first, last], which are permitted cuts."""
@@ -242,7 +248,7 @@ def _choose_cuts(layout: _Layout, first_room: int, room: int, max_tiles: int) ->
 
 
 def _plan(layout: _Layout, first_room: int, room: int, max_tiles: int) -> tuple[list[list[int]], int, int]:
-    """(tails, cuts inside turns, fragments) of the best way to split.
+    """(tails, cuts inside turns, fragments) of the best split.
 
     tails[t][f - 1] is the earliest start of a tail of at most `f` fragments with at most `t` cuts inside
     turns between them.
