@@ -6,9 +6,9 @@ That rest is called the pack's secondary cost here. Three things set its target:
 
     level   the stream's own ratio, so that targets and supply agree in the long run
     drift   what the look-ahead holds too much of is handed out slowly, a share SLOPE / records a pack
-    light   some samples are odd: they cannot be part of an average pack. 7,000 tokens of text leave no room for 26
-            tiles. Every PHASES-th pack is reserved for them: they wait for it, and its target is away from the level
-            by what the others are spared. The step groups put such packs beside each other.
+    light   some samples fit no average pack: 7,000 tokens of text leave no room for 26 tiles. Every PHASES-th pack is
+            reserved for them and aims below the average; the others aim a little above it to compensate. The step
+            groups put such packs beside each other.
 
 What is still uneven the step groups even out (plan/groups.py).
 
@@ -17,20 +17,21 @@ Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cos
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.cost import CostModel
 
 PHASES = 4
-SPARED = 2.0  # times the mean of what such samples miss: they also take their neighbours' share
+SPARED = 2.0  # times the mean of what such samples miss: their neighbours in the pack miss as much
 SLOPE = 1.5
 MOST_DRIFT = 0.06  # of the mean cost of a pack
 FILLED = 0.9  # of a budget: an anchor with too few neighbours for this waits for more of them
-ODD = 0.03  # of the mean cost of a pack: how far off a sample keeps its pack before it waits for a light one
+ODD = 0.03  # of the mean cost of a pack: a sample that keeps its pack further off waits for a light one
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
 CLOSE = 0.01  # of the mean cost of a pack: a third of a tile; a better subset is not worth the time to find it
-ABOVE = 0.02  # of the mean cost of a pack: how far over its target a pack may be for being full
+ABOVE = 0.02  # of the mean cost of a pack: what a full pack may exceed its target by
 UNIT = 1024  # costs are whole numbers of 1/1024 token
 
 
@@ -43,7 +44,8 @@ class Goal:
         tokens_bind: tokens are the scarcer budget, else tiles.
         target: secondary cost to come close to, or None to take as much as fits (the stream has ended).
         close: a difference from the target that does not matter.
-        above: a pack that is dearer than its target by more is rather a little less full: all ranks wait for it.
+        above: if a full pack exceeds its target by more than this, one slightly less full is preferred: every rank
+            waits for the dearest.
         tokens_by_age, tiles_by_age: fill up to this by age before searching.
     """
 
@@ -59,21 +61,9 @@ class Goal:
 class Balance:
     """Running figures of the stream, all of them whole numbers, and the goals that follow from them."""
 
-    FIGURES = (
-        "samples",
-        "tokens",
-        "tiles",
-        "squares",
-        "rich_secondary",
-        "rich_primary",
-        "poor_secondary",
-        "poor_primary",
-        "missed_low",
-        "missed_high",
-        "tokens_before",
-        "tiles_before",
-        "tokens_bind",
-    )
+    #: Figures that begin anew where the other budget becomes the scarcer one.
+    OF_BINDING = ("rich_secondary", "rich_primary", "poor_secondary", "poor_primary", "missed_low", "missed_high")
+    FIGURES = ("samples", "tokens", "tiles", "squares", *OF_BINDING, "tokens_before", "tiles_before", "tokens_bind")
 
     def __init__(self, budget: Budget, cost: CostModel) -> None:
         self.budget = budget
@@ -99,17 +89,8 @@ class Balance:
         f["squares"] += square
         bind = int(f["tiles"] * self.budget.max_tokens <= f["tokens"] * self.budget.max_tiles)
         if bind != f["tokens_bind"]:  # the figures below mean something else now
-            f.update(
-                tokens_bind=bind,
-                tokens_before=f["tokens"],
-                tiles_before=f["tiles"],
-                rich_secondary=0,
-                rich_primary=0,
-                poor_secondary=0,
-                poor_primary=0,
-                missed_low=0,
-                missed_high=0,
-            )
+            f.update(dict.fromkeys(self.OF_BINDING, 0))
+            f.update(tokens_bind=bind, tokens_before=f["tokens"], tiles_before=f["tiles"])
         if bind:
             secondary, primary, full = square + num_tiles * self.tile_cost, num_tokens, self.budget.max_tokens
         else:
@@ -166,14 +147,11 @@ class Balance:
             secondary = [s + t * UNIT for s, t in zip(squares, tokens, strict=True)]
             primary, full = tiles, budget.max_tiles
         ratio = self._ratio()
-        packs = max(f["tokens"] / budget.max_tokens, f["tiles"] / max(1, budget.max_tiles))
+        packs = self._packs(f["tokens"], f["tiles"])
         mean = self.cost(f["tokens"], f["tiles"], f["squares"]) / packs
         drift = SLOPE * (sum(secondary) - ratio * sum(primary)) / len(tokens)
         drift = max(-MOST_DRIFT * mean, min(MOST_DRIFT * mean, drift))
-        since = max(
-            (f["tokens"] - f["tokens_before"]) / budget.max_tokens,
-            (f["tiles"] - f["tiles_before"]) / max(1, budget.max_tiles),
-        )
+        since = self._packs(f["tokens"] - f["tokens_before"], f["tiles"] - f["tiles_before"])
         high = f["missed_high"] > f["missed_low"]
         spared = SPARED * max(f["missed_high"], f["missed_low"]) / (since + PHASES)
         if high:
@@ -182,19 +160,13 @@ class Balance:
         light = pops % PHASES == 0
         anchor = 0
         if pops - born[0] < patience and not last:
-            side = "poor" if high else "rich"
-            dense = f[side + "_secondary"] / f[side + "_primary"] if f[side + "_primary"] else ratio
             odd = ordinary + ODD * mean if high else ordinary - ODD * mean
-            for place, (s, p) in enumerate(zip(secondary, primary, strict=True)):
-                reach = s + (full - p) * dense
-                if (reach > odd if high else reach < odd) == light:
-                    anchor = place
-                    break
+            reaches = self._reaches(secondary, primary, full, high)
+            is_odd = ((reach > odd if high else reach < odd) for reach in reaches)
+            anchor = next((place for place, found in enumerate(is_odd) if found == light), 0)
             if self._most_filled(anchor, tokens, tiles) < FILLED:
                 anchor = max(anchor, self._largest(tokens, tiles), key=lambda a: self._most_filled(a, tokens, tiles))
-        share = 1 - BY_SEARCH / f["samples"] * max(
-            f["tokens"] / budget.max_tokens, f["tiles"] / max(1, budget.max_tiles)
-        )
+        share = 1 - BY_SEARCH / f["samples"] * packs
         return Goal(
             anchor=anchor,
             tokens_bind=bind,
@@ -204,6 +176,17 @@ class Balance:
             tokens_by_age=max(0.0, share) * budget.max_tokens,
             tiles_by_age=max(0.0, share) * budget.max_tiles,
         )
+
+    def _packs(self, tokens: int, tiles: int) -> float:
+        """Packs' worth of the scarcer budget."""
+        return max(tokens / self.budget.max_tokens, tiles / max(1, self.budget.max_tiles))
+
+    def _reaches(self, secondary: list[int], primary: list[int], full: int, high: bool) -> Iterator[float]:
+        """Of each record the least (`high`), else the most, secondary cost of a full pack that holds it."""
+        side = "poor" if high else "rich"
+        in_all, bound = self.figures[side + "_secondary"], self.figures[side + "_primary"]
+        dense = in_all / bound if bound else self._ratio()
+        return (s + (full - p) * dense for s, p in zip(secondary, primary, strict=True))
 
     def _most_filled(self, anchor: int, tokens: list[int], tiles: list[int]) -> float:
         """How full the pack of this anchor could be at most, by the sizes of all that fit beside it; 1 is full."""
