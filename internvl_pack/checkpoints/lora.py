@@ -37,7 +37,7 @@ def add_lora(module: nn.Module, rank: int, targets: tuple[str, ...], option: str
     except ImportError:
         raise UserError(f"--{option} needs peft: pip install 'internvl-pack[lora]'") from None
     experts = any(name.endswith(".experts.gate_up_proj") for name, _ in module.named_parameters())
-    if experts:  # peft would take these names for the fused experts, with another rank and another way to merge
+    if experts:  # peft would take these names for the fused experts, with another rank and another merge
         targets = tuple(name for name in targets if name not in ("gate_proj", "up_proj", "down_proj"))
         logger.warning("--%s: LoRA is on attention alone, the experts of the mixture stay as they are", option)
     paths = [p for p, m in module.named_modules() if isinstance(m, nn.Linear) and p.rpartition(".")[2] in targets]
@@ -121,11 +121,11 @@ def _trained_modules(model: nn.Module, with_lora: set[str]) -> list[str]:
             if True in flags:
                 raise UserError(
                     f"--merge_lora False: weights of {path} are trained besides its LoRA, which peft's format cannot "
-                    "tell: merge it, or leave out --unfreeze_vit_layers"
+                    "express: merge it, or leave out --unfreeze_vit_layers"
                 )
         elif flags == {True, False}:
             raise UserError(
-                f"--merge_lora False: {path} is trained in parts, which peft's format cannot tell: merge it"
+                f"--merge_lora False: {path} is trained in parts, which peft's format cannot express: merge it"
             )
         elif flags == {True}:
             trained.append(path)
@@ -188,7 +188,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def _frozen_digest(model: nn.Module, state_dict: dict[str, Tensor]) -> str:
-    """Of the first values of each frozen weight, which tells checkpoints apart without reading all of them."""
+    """Of the first values of each frozen weight, which distinguishes checkpoints without reading all of them."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

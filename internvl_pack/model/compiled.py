@@ -12,7 +12,7 @@ one compiled graph, so it takes the time of two layers, and what is irregular ab
 Layers of the vision tower that vision/fused.py knows run as it writes them out, on a GPU; the compiled ones are for all
 others, and where its kernels cannot be.
 
-The loss of the labelled tokens (loss/head.py) and the projector are compiled in the same way. Gradient
+The loss of the labelled tokens (loss/head.py) and the projector are compiled likewise. Gradient
 checkpointing and hooks stay around the compiled forward. The patch embedding becomes a matrix product
 (vision/patches.py). Merging q, k and v, and gate and up, into one product each was tried: it took 1.5 % longer.
 
@@ -73,7 +73,7 @@ def compile_blocks(
         how many modules are compiled.
 
     Raises:
-        UserError: a model or a way of sharding that does not go with it, or an unknown `recompute`.
+        UserError: a model or a kind of sharding that does not go with it, or an unknown `recompute`.
     """
     check_compilable(packed)
     if recompute not in RECOMPUTE:

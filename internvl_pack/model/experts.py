@@ -7,7 +7,7 @@ them a rank's tokens go to, so that ranks that route differently make the same c
 
 `RoutingSums` collects what a balance loss needs of a forward, without keeping logits: for each layer and expert how
 many real tokens went there, and the sum of its probabilities over all real tokens. Both are sums, so they add up over
-micro-batches, ranks and any way of packing; pads are left out.
+micro-batches and ranks, however samples are packed; pads are left out.
 """
 
 from __future__ import annotations

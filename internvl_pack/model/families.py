@@ -83,7 +83,7 @@ def logit_scale(text_config: Any) -> float:
     """What a causal language model multiplies its head's logits by.
 
     Raises:
-        UserError: the config changes them in a way that is not known here.
+        UserError: the config changes them otherwise.
     """
     family = text_config.model_type
     if family in LOGIT_SCALES:

@@ -90,7 +90,7 @@ class PackedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.training = model.training  # until it is told otherwise, as the modules inside
+        self.training = model.training  # as the modules inside, until train() or eval()
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # see compiled.py
         self.sequence_group: SequenceGroup | None = None  # see parallel/
@@ -330,7 +330,7 @@ class PackedModel(nn.Module):
         tiles = normalize_tiles(tiles, self.vision_dtype)
         if self.is_compiled and num_tiles == 1:
             tiles = torch.cat([tiles, torch.zeros_like(tiles)])  # a batch of one is compiled apart
-        model: Any = self.model  # an InternVL, which has_vision tells
+        model: Any = self.model  # an InternVL, since it has vision
         return model.get_image_features(
             pixel_values=tiles,
             vision_feature_layer=self.config.vision_feature_layer,

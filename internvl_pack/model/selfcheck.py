@@ -21,7 +21,7 @@ from .packed import PackedModel
 TOKENS_OF_TEXT = 12  # before and after the image of each segment
 
 # A changed neighbour may not move a value by more than this many units in the last place of the largest:
-# the same rows in the same shapes give the same bits nearly everywhere, a leak moves the leading digits.
+# the same rows in the same shapes give the same bits almost everywhere, a leak moves the leading digits.
 TOLERANCE_ULP = 4
 VISION = ("the vision tower", "the projector")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -77,7 +77,7 @@ def _check(core: PackedModel, call: Callable[..., Any], device: torch.device | s
 
 
 def _rounding(core: PackedModel, outputs: dict[str, Tensor]) -> float:
-    """Unit in the last place: of the logits, or with experts of the least precise step on the way.
+    """Unit in the last place: of the logits, or with experts of the least precise component.
 
     How many tokens an expert gets depends on the whole row, so its matrix products may be rounded differently.
     """
@@ -118,7 +118,7 @@ def _changed(core: PackedModel, segment: dict[str, Tensor]) -> dict[str, Tensor]
 def _run(
     core: PackedModel, call: Callable[..., Any], segments: Sequence[dict[str, Tensor]], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """The row's logits and what each component gave on the way, in order."""
+    """The row's logits and what each component gave, in order."""
     lengths = [len(s["ids"]) for s in segments]
     batch = {
         "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),

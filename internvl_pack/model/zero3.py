@@ -27,7 +27,7 @@ def is_zero3(model: nn.Module) -> bool:
 
 
 def gather_by_layers(blocks: list[nn.Module]) -> None:
-    """Tell DeepSpeed so, before it wraps the model.
+    """Declare these blocks leaves to DeepSpeed, before it wraps the model.
 
     Args:
         blocks: that run as one; none within another.

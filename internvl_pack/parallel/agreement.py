@@ -1,9 +1,9 @@
-"""The same rows on every rank that shares them, whatever each of them could read.
+"""Keeps the batches of a sequence-parallel group identical when one rank fails to read a sample.
 
 Every rank of a sequence group rebuilds the row by the same plan: order and packs are functions of the data, so
-nothing is sent, and no pixel least of all. What a rank reads of files may differ all the same: a file system that fails
-once on one machine costs that rank a sample, and the others not. So the ranks compare a digest of each batch, 8 bytes
-over gloo; where it differs all take the first rank's batch, and its account of what left and why.
+nothing is sent. What a rank reads of files may still differ: a file system that fails once on one machine costs that
+rank a sample, and the others not. So the ranks compare a digest of each batch, 8 bytes over gloo. Where it differs all
+take the first rank's batch, and its account of what left and why.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Agreement:
         self.group = group
         groups = group_ranks(group.dp_world * group.size, group.size)
         self._cpu_group = [dist.new_group(list(ranks), timeout, "gloo") for ranks in groups][group.dp_rank]
-        self._told = False
+        self._reported = False
 
     def on(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """`batches`, each replaced by the first rank's where they differ; all ranks of the group iterate together.
 
         Raises:
-            what reading raised on this rank, or OtherRankFailed where another's did: none waits for those that fail.
+                OtherRankFailed: another rank's reading failed; this rank's own error is raised as it is.
         """
         source = iter(batches)
         while True:
@@ -78,8 +78,8 @@ class Agreement:
     def _from_first(self, batch: dict[str, Any] | None) -> dict[str, Any] | None:
         events = batch["progress"].events if batch is not None else []
         seen = self._gather_objects(left(events))
-        if not self._told and not self.group.rank:
-            self._told = True
+        if not self._reported and not self.group.rank:
+            self._reported = True
             logger.error(difference(seen, self.group.ranks))
         return self._broadcast(batch)
 
@@ -96,7 +96,7 @@ class Agreement:
 
 
 def digest(batch: dict[str, Any] | None) -> int:
-    """What a batch holds and what is booked with it, in 63 bits: everything but its pixels."""
+    """What a batch holds and what the ledger counts of it, in 63 bits: everything but its pixels."""
     if batch is None:
         return 0
     # Not the events' details: they are words, and may name a place in this process's memory.
@@ -120,8 +120,8 @@ def difference(seen: list[dict[str, str]], ranks: tuple[int, ...]) -> str:
     what = "their rows differ"
     if ids:
         name = ids[0]
-        told = [f"{events[name]} on rank {rank}" for rank, events in zip(ranks, seen, strict=True) if name in events]
-        what = f"{name}: {', '.join(told)}, not on all"
+        found = [f"{events[name]} on rank {rank}" for rank, events in zip(ranks, seen, strict=True) if name in events]
+        what = f"{name}: {', '.join(found)}, not on all"
     return (
         f"ranks {', '.join(map(str, ranks))} share rows and did not read the same ({what}): all train what rank "
         f"{ranks[0]} read, which is sent to the others; is the storage reliable?"

@@ -1,6 +1,6 @@
 """What sequence parallelism asks of a run, checked before it starts; pure functions.
 
-Each raises a UserError of one line that names the options to change.
+Each that refuses raises a UserError of one line, which names the options to change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ RING_KERNELS = ("flash_attn", "varlen", "sdpa")
 
 
 def check_mode(mode: str) -> None:
-    """Raises UserError for an unknown mode."""
+    """Refuse an unknown mode."""
     if mode not in MODES:
         raise UserError(f"--sequence_parallel_mode {mode!r} is unknown: use {' or '.join(MODES)}")
 
 
 def check_world(world_size: int, sequence_parallel_size: int) -> None:
-    """Raises UserError unless groups of `sequence_parallel_size` ranks cover the `world_size` ranks."""
+    """Refuse groups of `sequence_parallel_size` ranks that do not cover the `world_size` ranks."""
     if sequence_parallel_size < 1:
         raise UserError(f"--sequence_parallel_size {sequence_parallel_size}: give 1 (off) or more ranks a row")
     if world_size % sequence_parallel_size:
@@ -80,7 +80,7 @@ def token_multiple(sequence_parallel_size: int, mode: str, pad_to_multiple_of: i
 
 
 def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str, pad_to_multiple_of: int = 1) -> None:
-    """Raises UserError unless a full row can be cut evenly."""
+    """Refuse a budget whose full row cannot be cut evenly."""
     if sequence_parallel_size == 1:
         return
     multiple = token_multiple(sequence_parallel_size, mode, pad_to_multiple_of)
@@ -88,15 +88,15 @@ def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str,
         return
     also = f" and --pad_to_multiple_of {pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""
     below = max_packed_tokens - max_packed_tokens % multiple
-    near = f"{below} or {below + multiple}" if below else str(multiple)
+    possible = f"{below} or {below + multiple}" if below else str(multiple)
     raise UserError(
         f"--max_packed_tokens {max_packed_tokens} is no multiple of {multiple}, which --sequence_parallel_size "
-        f"{sequence_parallel_size} in {mode} mode{also} needs: use {near}"
+        f"{sequence_parallel_size} in {mode} mode{also} needs: use {possible}"
     )
 
 
 def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
-    """Raises UserError where ring attention has no blocks of this kernel (by its name, not "auto")."""
+    """Refuse a kernel (by its name, not "auto") whose blocks ring attention cannot join."""
     if sequence_parallel_size == 1 or mode != "ring" or kernel in RING_KERNELS:
         return
     raise UserError(
@@ -106,7 +106,7 @@ def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
 
 
 def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> None:
-    """Raises UserError for sliding-window layers with ring attention: a window cuts each block differently."""
+    """Refuse sliding-window layers with ring attention: a window cuts each block differently."""
     if sequence_parallel_size == 1 or mode != "ring":
         return
     layers = getattr(text_config, "layer_types", None) or ()
@@ -119,7 +119,7 @@ def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> No
 
 
 def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
-    """Raises UserError for attention sinks: a head's sink is not divided with its row."""
+    """Refuse attention sinks: a head's sink is not divided with its row."""
     if sequence_parallel_size > 1 and text_config.model_type == "gpt_oss":
         raise UserError(
             f"--sequence_parallel_size {sequence_parallel_size} with a 'gpt_oss' language model: its attention sinks "
@@ -128,7 +128,7 @@ def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
 
 
 def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
-    """Raises UserError for padded batches: only a packed row is cut."""
+    """Refuse padded batches: only a packed row is cut."""
     if sequence_parallel_size > 1 and not use_packed_ds:
         raise UserError(
             f"--sequence_parallel_size {sequence_parallel_size} with --use_packed_ds False: only packed rows are cut; "

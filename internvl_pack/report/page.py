@@ -104,7 +104,7 @@ def short(name: str, limit: int = 28) -> str:
 
 
 def cut(name: str, limit: int = 100) -> str:
-    """A long name without its middle: what tells samples apart stands at its end."""
+    """A long name without its middle: what distinguishes samples stands at its end."""
     return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 2 :]}"
 
 

@@ -169,7 +169,7 @@ def test_a_vision_tower_of_either_original_joins_a_language_model(tokenizer, tmp
     again = build(tmp_path / "joined", tokenizer)
     assert all(torch.equal(a, b) for a, b in zip(packed.parameters(), again.parameters(), strict=True))
     write_chat_checkpoint(alone, config["vision_config"], {k: t for k, t in tower.items() if "ls1" not in k}, tokenizer)
-    with pytest.raises(UserError, match=r"--vision_path .* are missing: vision_model.encoder.layers.0.ls1"):
+    with pytest.raises(UserError, match=r"--vision_path .* are missing: encoder.layers.0.ls1"):
         build(None, tokenizer, vision_path=alone, llm_path=tmp_path / "llm")
 
 

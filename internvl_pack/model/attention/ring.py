@@ -1,6 +1,6 @@
 """Attention with keys and values going round the ranks, for more ranks than heads.
 
-Every rank keeps its queries. Keys and values travel from rank to rank, N - 1 times, the next ones on their way while
+Every rank keeps its queries. Keys and values travel from rank to rank, N - 1 times, the next ones in transit while
 the present ones are attended to. By the zigzag slicing (parallel/slices.py) each rank has a front and a back part of
 every segment, and of another rank's keys
 
@@ -108,7 +108,7 @@ def seen_parts(step: int, rank: int) -> tuple[tuple[int, int, bool], ...]:
 
 
 class _Arriving:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+    """A tensor sent to the next rank, and the previous rank's to be received."""
 
     def __init__(self, tensor: Tensor, group: SequenceGroup) -> None:
         self.sent = tensor  # must not change or go before it has left

@@ -42,7 +42,7 @@ class LabelledHead(nn.Module):
         self._shared_with_zero3 = False
 
     def share_with_zero3(self) -> None:
-        """Tell DeepSpeed ZeRO-3, where it has partitioned the weights, that this module reads the lm_head's."""
+        """Register the lm_head's weights, which this module reads, with DeepSpeed ZeRO-3 if it has partitioned them."""
         if self._shared_with_zero3 or not hasattr(self.output_embeddings().weight, "ds_id"):
             return
         import deepspeed
@@ -138,7 +138,7 @@ def vocabulary_pieces(width: int) -> list[slice]:
     """The vocabulary as its aligned part and the rest.
 
     A product over all of 151,674 columns runs on kernels for unaligned memory, at a third of the speed. In two
-    pieces, with rows of logits that start aligned, nearly all of it runs on the fast ones; nothing is padded.
+    pieces, with rows of logits that start aligned, all but a few columns run on the fast ones; nothing is padded.
     """
     aligned = width - width % ALIGNMENT
     if aligned == width or aligned == 0:

@@ -8,9 +8,9 @@ one form:
 
 * The layer scale is folded into the product before it, scale * (W h + b) = (scale W) h + scale b. No activation is
   scaled, or kept for the scale's gradient: that comes from the folded weight's gradient, a row of the weight at a time.
-* A branch is added to the stream, with its bias, by the norm that reads the sum next, so that of the layer after for an
-  MLP: a half hands on the stream, and what is yet to be added to it.
-* A pass backward through a norm or GELU makes on the way the sums over patches that it can see.
+* Each half-layer returns the stream and the branch still to be added; the norm that comes next, in an MLP's case that
+  of the layer after, adds it with its bias.
+* A pass backward through a norm or GELU also makes the sums over patches that it can see.
 * q, k and v are one product, and attention's gradients are written where one product reads them.
 
 It takes the place of the compiled layers of `--compile` where it can: layers as in InternVL's 300M tower (layer norm,
@@ -297,7 +297,7 @@ def _drops_nothing(module: nn.Module) -> bool:
 
 
 def _recorded() -> dict[str, Any]:
-    """What transformers records of the call under way: lists by name, and which hidden states were asked for."""
+    """What transformers records of the current call: lists by name, and which hidden states were asked for."""
     collector = getattr(output_capturing, "_active_collector", None)  # private: another version may have none
     return (collector.get() if collector is not None else None) or {}
 

@@ -84,7 +84,7 @@ def gelu_backward(upstream: Tensor, inputs: Tensor, again: bool) -> tuple[Tensor
     """The gradient of the exact GELU; `upstream` (rows, width) is overwritten.
 
     Args:
-        again: whether to compute the activation again on the way.
+        again: whether to compute the activation again, too.
 
     Returns:
         the gradient, gelu(inputs) or None, and the gradient's sum over rows, float32 (width,).

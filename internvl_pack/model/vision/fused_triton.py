@@ -1,6 +1,6 @@
 """The vision tower's memory-bound operations as Triton kernels; what each computes says fused_ops.py.
 
-Every kernel reads each of its inputs once. Sums over rows (gradients of biases and norms) are made on the way: each
+Every kernel reads each of its inputs once. Sums over rows (gradients of biases and norms) are made in that pass: each
 program adds up its own rows in float32 and stores one partial sum, and a second, small step adds those. No atomics, so
 the same machine gives the same bits again.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 NORM_PROGRAMS_A_PROCESSOR, NORM_WARPS = 12, 2  # the norm's gradient; each program takes a run of rows
 SUM_PROGRAMS_A_PROCESSOR, SUM_WARPS = 16, 4  # GELU's gradient and sums; each takes a run of rows of some columns
 SUM_ROWS, SUM_COLUMNS = 32, 128  # at a time
-STAGES = tl.constexpr(3)  # loads that are under way at once
+STAGES = tl.constexpr(3)  # loads in flight at once
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 def bounds(row: Row) -> tuple[Tensor, Tensor, int, int]:
     """Boundaries of queries and of keys, and their longest segments."""
-    longest = max(row.max_seqlen, 2)  # for 1 the kernel takes another way, with other layouts
+    longest = max(row.max_seqlen, 2)  # for 1 another kernel runs, with other layouts
     return row.cu_seqlens, row.cu_seqlens, longest, longest
 
 
