@@ -83,7 +83,7 @@ def of_rank(rank: int, together: Together) -> Agreement:
     class Here(Agreement):
         def __init__(self) -> None:
             self.group = group_of(rank, together.size)
-            self._told = False
+            self._reported = False
 
         def _gather(self, value):
             return together.gather(rank, value)
@@ -133,7 +133,7 @@ def test_ranks_that_read_the_same_keep_what_they_read():
     assert error is None
 
 
-def test_where_ranks_differ_all_get_the_first_ones_batch_and_one_line_is_told(caplog):
+def test_where_ranks_differ_all_get_the_first_ones_batch_and_one_line_is_logged(caplog):
     first = [batch(), batch(step=4), batch(step=5)]
     second = [batch(), batch(step=4, sample_id="a/1", events=[(*LOST, "")]), batch(step=6)]
     (_, _), (given, _) = read(first, second)
@@ -155,7 +155,7 @@ def test_no_rank_waits_for_one_that_cannot_read_on():
     assert isinstance(reason, OSError)
 
 
-def test_rows_that_differ_without_a_sample_that_left_are_told_too():
+def test_rows_that_differ_without_a_sample_that_left_are_logged_too():
     assert "(their rows differ)" in difference([{}, {}], (2, 3))
 
 
