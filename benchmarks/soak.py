@@ -26,7 +26,7 @@ from PIL import Image
 from internvl_pack import EncodeConfig, PackedDataset, PackingConfig, build_loader
 from internvl_pack.testing.tiny import WORDS, conversation_texts, tiny_tokenizer
 
-#: Shares by which the median of the last third may lie above that of the second.
+# Shares by which the median of the last third may lie above that of the second.
 ALLOWED = {"uss_mb": 0.03, "readers_uss_mb": 0.05, "descriptors": 0.02, "cpu_ms_a_batch": 0.25}
 SAMPLES_A_BATCH = 2.7  # as rows of text of these lengths are packed
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from internvl_pack.errors import UserError
+from .errors import UserError
 
 COMMANDS = Path(__file__).resolve().parent / "commands"
 

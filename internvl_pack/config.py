@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_ERROR = ("skip", "stop")
+# Options of earlier releases: one plan has no lanes, and its step groups are of like cost by themselves.
 NOT_NEEDED = ("num_lanes", "balance_reservoir")
-"""Options of earlier releases: one plan has no lanes, and its step groups are of like cost by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 logger = logging.getLogger(__name__)
 
-#: Errors of the machine, not of a sample: too many open files, no memory for the kernel.
+# Errors of the machine, not of a sample: too many open files, no memory for the kernel.
 MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

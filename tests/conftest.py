@@ -24,10 +24,10 @@ DEMO = ROOT / "shell" / "data" / "demo"
 SHARED = ROOT.parent / "shared"
 
 
-#: Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
+# Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
 LONGEST = ("resume", "sharding", "compiled", "stop", "in_batch", "deepspeed", "sequence_parallel")
 LONGEST += ("evaluation", "lora", "examples", "ranks_and_workers", "preset", "launchers", "zero3", "experts")
-#: What a file of tests that starts processes or compiles has in it.
+# What a file of tests that starts processes or compiles has in it.
 STARTS = re.compile(
     r"subprocess|multiprocessing|num_workers|workers=|\"--workers\"|compile|deepspeed|finetune|launched"
 )

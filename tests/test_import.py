@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-#: Packages that cost 0.1 to 10 s, and that a loader over an annotation file does not need.
+# Packages that cost 0.1 to 10 s, and that a loader over an annotation file does not need.
 HEAVY = {
     "accelerate",
     "datasets",

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: From the top down; a stage imports from those below it. Stages of one line stand side by side.
+# From the top down; a stage imports from those below it. Stages of one line stand side by side.
 STAGES = (
     ("internvl_pack.cli", "internvl_pack.commands"),
     ("train",),

@@ -364,7 +364,7 @@ class DataTrainingArguments:
         )
 
 
-#: Options of the Trainer that packing needs at one value, and why. The defaults below agree.
+# Options of the Trainer that packing needs at one value, and why. The defaults below agree.
 REQUIRED: dict[str, tuple[Any, str]] = {
     "remove_unused_columns": (
         False,

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FILES, SAVED_AT, OPTIMIZER = "files", "saved_at", "optimizer"
 
-#: Options that a checkpoint's optimizer and scheduler bring with them, whatever the command line says.
+# Options that a checkpoint's optimizer and scheduler bring with them, whatever the command line says.
 OVERRULED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 

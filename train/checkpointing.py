@@ -24,7 +24,7 @@ from .warm_up import forward_and_backward, made_up_row
 
 logger = logging.getLogger(__name__)
 
-#: Of the card's memory that stays free: rows differ, and an allocator loses some between blocks.
+# Of the card's memory that stays free: rows differ, and an allocator loses some between blocks.
 MARGIN = 0.06
 
 

@@ -18,7 +18,7 @@ from internvl_pack.errors import UserError
 
 PADDED, STREAM, IN_BATCH, PRESET = "padded", "stream", "in_batch", "preset"
 PACKED_WAYS = (STREAM, IN_BATCH, PRESET)
-#: Options of the packer, with the values that leave it alone.
+# Options of the packer, with the values that leave it alone.
 PACKER_OPTIONS = {"packing_policy": "subset_sum", "max_buffer_size": 64}
 
 

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 STOP_FILE = "STOP"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
-#: What can ask for it; the place in the list travels over the ranks.
+# What can ask for it; the place in the list travels over the ranks.
 REASONS = ("", *SIGNALS, f"the file {STOP_FILE}")
 PATIENCE_SECONDS = 10.0
+# A run makes no progress where its last step ended longer ago than PATIENCE_SECONDS and than this many of its longest
+# steps. Signals that a scheduler and a launcher both send come closer together.
 PATIENCE_STEPS = 3
-"""A run makes no progress where its last step ended longer ago than PATIENCE_SECONDS and than this many of its longest
-steps. Signals that a scheduler and a launcher both send come closer together."""
 TERMINATED = 128 + signal.SIGTERM  # exit code
 
 

@@ -17,9 +17,9 @@ from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArgume
 
 logger = logging.getLogger(__name__)
 
-#: Flags of older scripts, and the flag that took their place.
+# Flags of older scripts, and the flag that took their place.
 RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
-#: Flags of older scripts that have no effect any more, and why leaving them out is right.
+# Flags of older scripts that have no effect any more, and why leaving them out is right.
 DROPPED = {
     "group_by_length": "--use_packed_ds True makes rows of equal length",
     "allow_overflow": "budgets are never exceeded, longer samples follow --oversize",
@@ -45,7 +45,7 @@ def _if_true(why: str) -> Callable[[str], str | None]:
     return lambda value: why if value.lower() in ("true", "yes", "y", "t", "1") else None
 
 
-#: Values at which a flag of `DROPPED` would train something else than what is trained here: they are refused.
+# Values at which a flag of `DROPPED` would train something else than what is trained here: they are refused.
 REFUSED: dict[str, Callable[[str], str | None]] = {
     "pad2square": _if_true("images are not padded to squares here: pad the files"),
     "allow_overflow": _if_true("a row never exceeds its budgets: raise --max_packed_tokens"),
@@ -53,12 +53,12 @@ REFUSED: dict[str, Callable[[str], str | None]] = {
     "vision_select_layer": _unless("-1", "the checkpoint's config says which layer: set vision_feature_layer there"),
     "unfreeze_lm_head": _if_true("the head is trained with the language model: use --freeze_llm False"),
 }
-#: What preference optimisation needs that is not here.
+# What preference optimisation needs that is not here.
 PREFERENCES = (
     "preference optimisation (MPO, DPO) is not done here: it needs pairs of a chosen and a rejected answer and the "
     "model it began with as a reference; train the chosen answers as conversations instead, without this flag"
 )
-#: Flags that would train something else, whatever their value, and what to do.
+# Flags that would train something else, whatever their value, and what to do.
 GONE = {
     **dict.fromkeys(("sigmoid_loss_weight", "bco_pair_loss_weight", "loss_type", "rpo_alpha"), PREFERENCES),
     "mlp_path": "a projector is not loaded from a file of its own: put its weights (mlp1) into the checkpoint, or "

@@ -12,7 +12,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 SECONDS_BETWEEN_LINES = 5.0
 BAR_CELLS = 20
 
-#: What the console shows of the logs, and how. Every logged name goes to TensorBoard and the like.
+# What the console shows of the logs, and how. Every logged name goes to TensorBoard and the like.
 SHOWN = (
     ("loss", "loss {:.4f}"),
     ("token_fill", "fill {:.1%}"),

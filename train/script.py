@@ -27,7 +27,7 @@ from .options import translate, unknown_option
 
 PROGRAM = re.compile(r"(?:.*/)?internvl_chat_(\w+)\.py")
 FINETUNE = Path(__file__).resolve().parent / "finetune.py"
-#: Variables of the environment that only InternVL's code reads.
+# Variables of the environment that only InternVL's code reads.
 OWN_VARIABLES = {"PYTHONPATH", "LAUNCHER", "USE_TCS_LOADER", "VLLM_CACHE_ROOT", "JOBLOG", "TENSORBOARD_DIR"}
 PREFERENCE_PROGRAMS = {"mpo": "MPO", "dpo": "DPO"}
 TRAINING_PROGRAMS = {"finetune", "pretrain"}

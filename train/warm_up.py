@@ -97,7 +97,7 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: Any) -> dict[str, 
     }
 
 
-#: Tokens of each of the made-up samples but the first.
+# Tokens of each of the made-up samples but the first.
 SHORT = 128
 
 

@@ -31,7 +31,7 @@ ARCHITECTURE = "InternVLChatModel"
 VISION_TYPE = "intern_vit_6b"  # model_type of InternVisionModel, the 300M tower's too
 PROVENANCE = "internvl_chat"  # attribute of a native config: what its config in InternVL's format said
 
-#: Language models of InternVLChatModel (`llm_config.architectures`) and the native family of each.
+# Language models of InternVLChatModel (`llm_config.architectures`) and the native family of each.
 FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -40,7 +40,7 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "InternLM2ForCausalLM": "llama",
 }
-#: Language models of published InternVLs that are refused, and why.
+# Language models of published InternVLs that are refused, and why.
 REFUSED = {
     "InternLM3ForCausalLM": "InternLM3 (InternVL3-9B) has its tokenizer as code of the checkpoint's folder only, which "
     "is not run",
@@ -173,8 +173,8 @@ def native_vision_config(vision: Mapping[str, Any]) -> Any:
         raise UserError(f"config.json: {' '.join(str(error).split())}") from error
 
 
-#: Settings of the vision tower: (InternVisionConfig's name, InternVLVisionConfig's, InternVisionConfig's default, which
-#: is that of the 6B tower).
+# Settings of the vision tower: (InternVisionConfig's name, InternVLVisionConfig's, InternVisionConfig's default, which
+# is that of the 6B tower).
 _VISION_SETTINGS = (
     ("hidden_size", "hidden_size", 3200),
     ("intermediate_size", "intermediate_size", 12800),

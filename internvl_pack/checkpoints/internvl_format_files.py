@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDINGS = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
-#: Endings of files that belong to the weights, or to a training run, and not to the model.
+# Endings of files that belong to the weights, or to a training run, and not to the model.
 _NOT_EXTRA = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".jsonl", ".log")
 _RUN_FILES = frozenset({"config.json", "trainer_state.json", "packing_state.json", "train_summary.json", "latest"})
 

@@ -16,12 +16,12 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-#: The names by which processors of the native InternVL ask a tokenizer for its image tokens.
+# The names by which processors of the native InternVL ask a tokenizer for its image tokens.
 IMAGE_NAMES = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-#: Tokens that a bare language model's tokenizer lacks: InternVL's for images, and for grounding.
+# Tokens that a bare language model's tokenizer lacks: InternVL's for images, and for grounding.
 IMAGE_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
 OTHER_TOKENS = ("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
-#: Files of a hub name that a tokenizer may need.
+# Files of a hub name that a tokenizer may need.
 _TOKENIZER_FILES = ["*token*", "*.txt", "vocab*.json", "*.jinja", "config.json"]
 _INTERNLM2 = ("InternLM2Tokenizer", "InternLM2TokenizerFast", "InternLMTokenizer")
 

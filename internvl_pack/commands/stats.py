@@ -16,8 +16,8 @@ from ._table import table
 
 HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
 
+# Rows that are measured in this process: starting others takes longer.
 SMALL = 2000
-"""Rows that are measured in this process: starting others takes longer."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

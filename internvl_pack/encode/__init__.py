@@ -1,6 +1,6 @@
 """Encoding: from raw samples to token ids, labels, tile grids and, when asked for, uint8 tiles."""
 
-from internvl_pack.encode.sample import EncodeConfig, Encoded, Encoder, PlannedImage
-from internvl_pack.encode.tiles import TileGrid, plan_grid, tokens_per_tile
+from .sample import EncodeConfig, Encoded, Encoder, PlannedImage
+from .tiles import TileGrid, plan_grid, tokens_per_tile
 
 __all__ = ["EncodeConfig", "Encoded", "Encoder", "PlannedImage", "TileGrid", "plan_grid", "tokens_per_tile"]

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from internvl_pack.errors import SampleError, UserError
-from internvl_pack.plugins import add_to
+from ..errors import SampleError, UserError
+from ..plugins import add_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The system turn that InternVL2.5 and 3 were trained with (37 tokens with its frame in the Qwen2.5 vocabulary).
+# The system turn that InternVL2.5 and 3 were trained with (37 tokens with its frame in the Qwen2.5 vocabulary).
 INTERNVL2_5_SYSTEM_PROMPT = (
     "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
 )
@@ -77,8 +77,8 @@ class ChatTemplate(Protocol):
         ...
 
 
+# Factories by conv_style; templates.py finds them.
 TEMPLATES: dict[str, Callable[..., ChatTemplate]] = {}
-"""Factories by conv_style; templates.py finds them."""
 
 _Factory = TypeVar("_Factory", bound=Callable[..., ChatTemplate])
 

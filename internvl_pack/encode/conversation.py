@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from internvl_pack.encode.chat import Turn
-from internvl_pack.encode.fields import system_of
-from internvl_pack.encode.notations import bind_other_notations
-from internvl_pack.errors import SampleError
+from ..errors import SampleError
+from .chat import Turn
+from .fields import system_of
+from .notations import bind_other_notations
 
 PLACEHOLDER = "<image>"
 
@@ -26,19 +26,19 @@ _ROLES = {
     "function": "function",
     "pretrain": "pretrain",
 }
-#: Roles that every chat format can write. `pretrain` needs none.
+# Roles that every chat format can write. `pretrain` needs none.
 COMMON_ROLES = frozenset({"system", "human", "gpt", "pretrain"})
-#: Roles in whose text `<image>` is a placeholder.
+# Roles in whose text `<image>` is a placeholder.
 IMAGE_ROLES = frozenset({"human", "pretrain"})
 
-#: A placeholder (or a run of them) at the border of a line: where annotations put images, and prose rarely puts a tag.
+# A placeholder (or a run of them) at the border of a line: where annotations put images, and prose rarely puts a tag.
 _AT_LINE_BORDER = re.compile(r"^[^\S\n]*<image>|<image>[^\S\n]*$", re.MULTILINE)
 _VIDEO_AT_LINE_BORDER = re.compile(r"^[^\S\n]*<video>|<video>[^\S\n]*$", re.MULTILINE)
 
+# Turns of a sample: more are damage, or a file in one record. So many take 0.1 s.
 MAX_TURNS = 10_000
-"""Turns of a sample: more are damage, or a file in one record. So many take 0.1 s."""
+# Images of a sample, of which each header is read: 1 s for so many.
 MAX_IMAGES = 10_000
-"""Images of a sample, of which each header is read: 1 s for so many."""
 
 
 def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple[str, str]]:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from internvl_pack.encode.headers import (
+from ..errors import SampleError
+from .headers import (
     MAX_BLOCKS,
     PNG_SIGNATURE,
     Header,
@@ -31,16 +32,15 @@ from internvl_pack.encode.headers import (
     open_by_pillow,
     quiet,
 )
-from internvl_pack.errors import SampleError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
-#: A scaled decode must leave this many times the target's pixels along each edge. Powers of two only: other scales are
-#: slower and shift pixels. On photographs the result is within 1 level of the full decode on average.
+# A scaled decode must leave this many times the target's pixels along each edge. Powers of two only: other scales are
+# slower and shift pixels. On photographs the result is within 1 level of the full decode on average.
 SCALED_DECODE_MARGIN = 1.5
 
-#: Complaints of libjpeg that do not touch pixels.
+# Complaints of libjpeg that do not touch pixels.
 _HARMLESS_IN_JPEG = (
     "unknown JFIF revision",
     "Unknown Adobe color transform",
@@ -48,20 +48,20 @@ _HARMLESS_IN_JPEG = (
     "Inconsistent progression sequence",
     "bad ICC marker",
 )
-#: Bytes between the pixels and a marker, and which one. Padding is not damage.
+# Bytes between the pixels and a marker, and which one. Padding is not damage.
 _EXTRANEOUS = re.compile(r"(\d+) extraneous bytes before marker 0x([0-9a-f]{2})")
 _MAX_PADDINGS = 16
 
-#: Scans of a JPEG: encoders write about 10 of a progressive one, and each takes 0.6 ms a megapixel.
+# Scans of a JPEG: encoders write about 10 of a progressive one, and each takes 0.6 ms a megapixel.
 MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # one that a length or the end follows
-#: Comments of a PPM in text, each of which costs Pillow a copy of what it reads.
+# Comments of a PPM in text, each of which costs Pillow a copy of what it reads.
 MAX_COMMENTS = 1000
 
 _UNUSUAL_JPEG = "Could not determine subsampling level"  # sampling factors that only Pillow takes
 
-#: Pixels of a band of rows that is converted at once: some 1 MB.
+# Pixels of a band of rows that is converted at once: some 1 MB.
 _BAND_PIXELS = 1 << 18
 
 _pillow_lock = threading.Lock()

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from internvl_pack.errors import SampleError
+from ..errors import SampleError
 
-#: Marks of a turn that say whether its answer is trained: true or 1, false or 0.
+# Marks of a turn that say whether its answer is trained: true or 1, false or 0.
 TRAINING_FLAGS = ("loss", "weight", "train", "trainable", "loss_mask")
 
-#: A record's own system prompt, where its turns have none.
+# A record's own system prompt, where its turns have none.
 SYSTEM_FIELDS = ("system", "system_prompt")
 
-#: They change what is to be learnt and no template here writes them: filled, they refuse the sample.
+# They change what is to be learnt and no template here writes them: filled, they refuse the sample.
 REFUSED_IN_TURN = {
     "tool_calls": "calls of tools",
     "function_call": "a call of a function",

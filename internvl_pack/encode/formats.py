@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from internvl_pack.encode.chat import (
+from .chat import (
     IMAGE,
     Frame,
     Framed,
@@ -38,7 +38,7 @@ from internvl_pack.encode.chat import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The system turn of InternVL 1.x and 2.0, kept by them "to avoid changes in benchmark performance".
+# The system turn of InternVL 1.x and 2.0, kept by them "to avoid changes in benchmark performance".
 INTERNVL2_SYSTEM_PROMPT = (
     "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
 )

@@ -18,27 +18,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from internvl_pack.errors import SampleError
+from ..errors import SampleError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
-#: First bytes read of a file; enough for a JPEG with an EXIF preview and a colour profile.
+# First bytes read of a file; enough for a JPEG with an EXIF preview and a colour profile.
 HEAD_BYTES = 1 << 16
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
-#: Segments, chunks or blocks that are walked of a file: many times what any encoder writes, half a second's work.
+# Segments, chunks or blocks that are walked of a file: many times what any encoder writes, half a second's work.
 MAX_BLOCKS = 1 << 20
 
-#: Numbers that a PPM may hold where Pillow decodes it in Python: 1 us each.
+# Numbers that a PPM may hold where Pillow decodes it in Python: 1 us each.
 MAX_SLOW_VALUES = 1 << 21
 
-#: A longer side is refused: decoders take time by the row, and real pictures end at a tenth of it.
+# A longer side is refused: decoders take time by the row, and real pictures end at a tenth of it.
 MAX_SIDE_PIXELS = 1 << 20
 
-#: Formats left to Pillow: (signature, its offset, Pillow's name). Formats without a signature (TGA, ...) and formats
-#: that run programs or scripts (EPS, PDF, WMF) are not accepted.
+# Formats left to Pillow: (signature, its offset, Pillow's name). Formats without a signature (TGA, ...) and formats
+# that run programs or scripts (EPS, PDF, WMF) are not accepted.
 _OTHERS = (
     (b"BM", 0, "BMP"),
     (b"II*\x00", 0, "TIFF"),
@@ -50,7 +50,7 @@ _OTHERS = (
 )
 
 
-#: What people take for images, or get instead of them: (signature, its offset, what to say).
+# What people take for images, or get instead of them: (signature, its offset, what to say).
 _KNOWN_OTHERWISE = (
     (b"ftyp", 4, "is a video or another container of ISO media"),
     (b"\xff\x0a", 0, "is JPEG XL, which is not read: convert it"),
@@ -390,7 +390,7 @@ def _pnm(data: bytes) -> Header:
     return Header("PPM", width, height)
 
 
-#: How the numbers of a TIFF header are written, by its first bytes.
+# How the numbers of a TIFF header are written, by its first bytes.
 _TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\x00": "little", b"MM\x00*": "big"}
 
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from internvl_pack.encode.decoders import decode_rgb
-from internvl_pack.encode.headers import HEAD_BYTES, Header, read_header
-from internvl_pack.encode.tiles import TileGrid
-from internvl_pack.errors import SampleError, UserError
+from ..errors import SampleError, UserError
+from .decoders import decode_rgb
+from .headers import HEAD_BYTES, Header, read_header
+from .tiles import TileGrid
 
 if TYPE_CHECKING:
     import torch
 
-    from internvl_pack.sources import ImageRef
+    from ..sources import ImageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class ImageRules:
 
 DEFAULT_RULES = ImageRules()
 
+# Pixels that may lie between the two halves of a resize, or as many as the picture has: 50 MB.
 MAX_INTERMEDIATE_PIXELS = 1 << 24
-"""Pixels that may lie between the two halves of a resize, or as many as the picture has: 50 MB."""
 
 
 def colour_of(name: str) -> tuple[int, int, int]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from internvl_pack.errors import SampleError
+from ..errors import SampleError
 
 PLACEHOLDER = "<image>"
 
-#: The first character by itself: a search for two characters is fast.
+# The first character by itself: a search for two characters is fast.
 _NOTATION = re.compile(
     r"[<\[](?i:"
     r"(?<=<)\|?image[ _-]?(?P<number>[0-9]{1,4})\|?>"

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from internvl_pack.encode.augment import recompress
-from internvl_pack.encode.chat import Part, PlainText, single_token, without_answers
-from internvl_pack.encode.conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
-from internvl_pack.encode.fields import refuse_fields, trained_answers
-from internvl_pack.encode.images import (
+from ..errors import SampleError, UserError, isolate_sample_errors
+from ..records import Record, Span
+from .augment import recompress
+from .chat import Part, PlainText, single_token, without_answers
+from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
+from .fields import refuse_fields, trained_answers
+from .images import (
     ImageRules,
     check_pixels,
     colour_of,
@@ -24,10 +26,10 @@ from internvl_pack.encode.images import (
     empty_tiles,
     image_size_of,
 )
-from internvl_pack.encode.templates import make_template
-from internvl_pack.encode.text import MARKUP_TOKENS, TextEncoder
-from internvl_pack.encode.tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
-from internvl_pack.encode.video import (
+from .templates import make_template
+from .text import MARKUP_TOKENS, TextEncoder
+from .tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
+from .video import (
     PlannedFrame,
     decode_frames,
     number_of_frames,
@@ -35,13 +37,11 @@ from internvl_pack.encode.video import (
     video_of,
     with_frame_lines,
 )
-from internvl_pack.errors import SampleError, UserError, isolate_sample_errors
-from internvl_pack.records import Record, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from internvl_pack.sources import DatasetSpec, ImageRef, RawSample, Source
+    from ..sources import DatasetSpec, ImageRef, RawSample, Source
 
 IGNORE = -100
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from internvl_pack.encode import formats
-from internvl_pack.encode.chat import TEMPLATES, ChatTemplate
-from internvl_pack.errors import UserError
-from internvl_pack.plugins import load_plugins
+from ..errors import UserError
+from ..plugins import load_plugins
+from . import formats
+from .chat import TEMPLATES, ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

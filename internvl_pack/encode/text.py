@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from internvl_pack.encode.words import WordEncoder
-from internvl_pack.errors import SampleError, UserError
+from ..errors import SampleError, UserError
+from .words import WordEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-#: Markup that InternVL's annotations carry in plain text and that its checkpoints read as single tokens.
-#: It opens neither an image slot nor a turn, so it may come from text.
+# Markup that InternVL's annotations carry in plain text and that its checkpoints read as single tokens.
+# It opens neither an image slot nor a turn, so it may come from text.
 MARKUP_TOKENS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 
-#: Structure whatever the tokenizer says of it: some checkpoints register these as ordinary added tokens.
+# Structure whatever the tokenizer says of it: some checkpoints register these as ordinary added tokens.
 _STRUCTURAL = re.compile(r"<\|.*\|>|</?img>|<IMG_CONTEXT>|<image>|<video>|\[IMG\]|</?s>", re.DOTALL)
 
+# Text of a sample, in UTF-8: 2 million tokens, 1 to 4 s to encode.
 MAX_TEXT_BYTES = 8 << 20
-"""Text of a sample, in UTF-8: 2 million tokens, 1 to 4 s to encode."""
+# Text without a line break to cut at. A tokenizer takes up to 350 bytes of memory for a byte of it.
 MAX_STRETCH_BYTES = 1 << 20
-"""Text without a line break to cut at. A tokenizer takes up to 350 bytes of memory for a byte of it."""
 _PIECE = 1 << 16  # characters that are encoded at a time where lines allow it
-#: Where text can be cut and no token changes, whichever of the expressions of words.py a tokenizer cuts words by.
+# Where text can be cut and no token changes, whichever of the expressions of words.py a tokenizer cuts words by.
 _LINE_TO_CUT_AT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 
 _SHORT, _MAX_KNOWN = 200, 4096  # characters of a text worth remembering, texts remembered (about 4 MB)
@@ -92,7 +92,7 @@ class TextEncoder:
         else:
             self._slow = tokenizer
             identity = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-        #: Tells tokenizers apart: the same text, the same ids.
+        # Tells tokenizers apart: the same text, the same ids.
         self.digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
         leaks = [token for token in self.structural if self._has_structure(self._encode([token])[0])]
         if any(self._has_structure(self._encode_apart(token)) for token in leaks):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from internvl_pack.errors import UserError
+from ..errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

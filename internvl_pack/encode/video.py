@@ -26,22 +26,22 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
-from internvl_pack.encode.conversation import IMAGE_ROLES
-from internvl_pack.encode.images import cut_tiles
-from internvl_pack.encode.tiles import ONE_TILE, TileGrid
-from internvl_pack.errors import RemoteDataError, SampleError, UserError
+from ..errors import RemoteDataError, SampleError, UserError
+from .conversation import IMAGE_ROLES
+from .images import cut_tiles
+from .tiles import ONE_TILE, TileGrid
 
 if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
     from av.container import InputContainer
     from av.sidedata.sidedata import SideDataContainer
 
-    from internvl_pack.sources import ImageRef
+    from ..sources import ImageRef
 
-#: Containers that hold their own data. Playlists and scripts, which name other files, are not among them.
+# Containers that hold their own data. Playlists and scripts, which name other files, are not among them.
 FORMATS = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,asf,ogg,gif,m4v,h264,hevc"
+# A frame that lies further ahead is sought by key frame, a nearer one decoded up to.
 SEEK_SECONDS = 2.0
-"""A frame that lies further ahead is sought by key frame, a nearer one decoded up to."""
 
 _PLACEHOLDER = "<video>"
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: Letters besides ASCII: Latin (without the long s, which folds to an s), Greek, Cyrillic, kana, CJK ideographs.
+# Letters besides ASCII: Latin (without the long s, which folds to an s), Greek, Cyrillic, kana, CJK ideographs.
 OTHER_LETTERS = "À-ÖØ-öø-žƀ-ɏΑ-ΡΣ-ΫάέήίΰαβγδεζηθικλμνξοπρςστυφχψωϊϋόύώЁА-яёぁ-ゖァ-ヺ一-龥"
-#: Signs and punctuation besides ASCII: Latin-1, typographic, arrows, mathematical, East Asian.
+# Signs and punctuation besides ASCII: Latin-1, typographic, arrows, mathematical, East Asian.
 OTHER_SIGNS = "¡-©«¬®-±´¶-¸»¿×÷‐-‧‰-⁞←-⇿∀-⋿、。〃〈-】〔-〛！-／：-＠［-｀｛-･€™"
 
 _LETTERS = f"A-Za-z{OTHER_LETTERS}"
@@ -29,7 +29,7 @@ _CUT_LIKE_QWEN = (
 )
 _CUT_PLAIN_LIKE_QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nLN]?[L]+|%| ?[^\sLN]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Expression of a tokenizer -> the same for plain text, with L and N for the letters and digits of a class.
+# Expression of a tokenizer -> the same for plain text, with L and N for the letters and digits of a class.
 _PLAIN_EXPRESSIONS = {
     _CUT_LIKE_QWEN.replace("%", r"\p{N}"): _CUT_PLAIN_LIKE_QWEN.replace("%", "[N]"),  # Qwen2, Qwen2.5, Qwen3
     _CUT_LIKE_QWEN.replace("%", r"\p{N}{1,3}"): _CUT_PLAIN_LIKE_QWEN.replace("%", "[N]{1,3}"),  # Llama 3

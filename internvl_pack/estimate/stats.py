@@ -30,15 +30,15 @@ from .epochs import PackingEstimate, Spread, estimate_spread
 
 CHUNK_ROWS = 512
 NUM_EXAMPLES = 3
+# Samples of an epoch that are planned in full by each policy. Larger epochs are extrapolated from as many.
 PLANNED_SAMPLES = 100_000
-"""Samples of an epoch that are planned in full by each policy. Larger epochs are extrapolated from as many."""
 POLICIES = ("subset_sum", "greedy", "next_fit", "single")
 QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "max": 1.0}
 PADDED_BATCHES = (2, 4, 8, 16)
 SCATTER_ROWS = 4000
 
+# Shows the progress of a stage: (what is done, its total, (steps, result) pairs) -> the results.
 Follow = Callable[[str, int, Iterable[Any]], Iterable[Any]]
-"""Shows the progress of a stage: (what is done, its total, (steps, result) pairs) -> the results."""
 
 
 @dataclass

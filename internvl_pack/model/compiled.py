@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Language models whose decoder layers compile without a break outside attention.
+# Language models whose decoder layers compile without a break outside attention.
 COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
-#: Values of --compile_recompute: the layers that keep nothing cheap for the backward pass.
+# Values of --compile_recompute: the layers that keep nothing cheap for the backward pass.
 RECOMPUTE = ("none", "language", "all")
 
-#: Share of the activations a layer would keep; below 1 the compiler keeps what is dear, and 0.65 of the whole.
+# Share of the activations a layer would keep; below 1 the compiler keeps what is dear, and 0.65 of the whole.
 BELOW_ALL = 0.99
 
 

@@ -65,7 +65,7 @@ OWN_ATTENTION = frozenset(
     }
 )
 INTERNVL_KINDS = frozenset({"internvl", "internvl_vision"})
-#: Keys of config.json by which models that see or hear say so.
+# Keys of config.json by which models that see or hear say so.
 OTHER_SENSES = ("vision_config", "audio_config", "visual", "vision_tower", "mm_vision_tower", "vision_encoder_config")
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 MULTI_TOKEN_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_layer_types")

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..packing.cost import attention_reach, feed_forward_rows
 
-#: bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
+# bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989.4e12,

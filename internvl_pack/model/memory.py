@@ -92,7 +92,7 @@ class Sizes:
         )
 
 
-#: Width from which on language models of the family have a head of their own (Qwen2.5: 0.5B to 3B are tied).
+# Width from which on language models of the family have a head of their own (Qwen2.5: 0.5B to 3B are tied).
 SMALLEST_UNTIED = 3000
 
 

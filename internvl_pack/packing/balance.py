@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.cost import CostModel
+from .budget import Budget
+from .cost import CostModel
 
 PHASES = 4
 SPARED = 2.0  # times the mean of what such samples miss: their neighbours in the pack miss as much
@@ -61,7 +61,7 @@ class Goal:
 class Balance:
     """Running figures of the stream, all of them whole numbers, and the goals that follow from them."""
 
-    #: Figures that begin anew where the other budget becomes the scarcer one.
+    # Figures that begin anew where the other budget becomes the scarcer one.
     OF_BINDING = ("rich_secondary", "rich_primary", "poor_secondary", "poor_primary", "missed_low", "missed_high")
     FIGURES = ("samples", "tokens", "tiles", "squares", *OF_BINDING, "tokens_before", "tiles_before", "tokens_bind")
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import ceil
 
-from internvl_pack.packing.budget import Budget
+from .budget import Budget
 
 DENSITIES = 24  # tokens-a-tile values that the joint bound tries
 GRAIN = 1024  # resolution of the joint bound, in parts of the token budget; lengths are rounded down

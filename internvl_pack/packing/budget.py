@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any, NamedTuple
 
-from internvl_pack.errors import UserError
+from ..errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

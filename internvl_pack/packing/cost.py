@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from internvl_pack.errors import UserError
+from ..errors import UserError
 
 _FORWARD_AND_BACKWARD = 3
 _FLOPS = 2  # a multiplication and an addition

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from internvl_pack.packing.budget import Budget
-from internvl_pack.records import Fragment
+from ..records import Fragment
+from .budget import Budget
 
 
 def first_fit_decreasing(fragments: Sequence[Fragment], budget: Budget) -> list[list[Fragment]]:

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from internvl_pack.errors import SampleError, UserError
-from internvl_pack.packing.balance import Balance
-from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.cost import CostModel
-from internvl_pack.packing.policies import Waiting, find_policy
+from ..errors import SampleError, UserError
+from .balance import Balance
+from .budget import Budget
+from .cost import CostModel
+from .policies import Waiting, find_policy
 
 LOOK_AHEAD_PACKS = 2  # packs that the look-ahead could fill, at least, by one of the budgets
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from internvl_pack.errors import UserError
-from internvl_pack.packing.balance import UNIT, Balance, Goal
-from internvl_pack.packing.budget import Budget
-from internvl_pack.packing.knapsack import SubsetSums
+from ..errors import UserError
+from .balance import UNIT, Balance, Goal
+from .budget import Budget
+from .knapsack import SubsetSums
 
 SEARCHED = 48  # records that a search looks at: the oldest
 MORE_TILES = 8  # than wanted: what a search looks at where tokens bind
@@ -43,8 +43,8 @@ class Waiting(NamedTuple):
     squares: list[int]
 
 
+# (waiting, budget, balance, goal) -> places of the pack's records; not empty, each once, within the budget.
 Policy = Callable[[Waiting, Budget, Balance, Goal], list[int]]
-"""(waiting, budget, balance, goal) -> places of the pack's records; not empty, each once, within the budget."""
 
 POLICIES: dict[str, Policy] = {}
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
-from internvl_pack.errors import SampleError, UserError
-from internvl_pack.packing.budget import Budget
-from internvl_pack.records import Fragment, Record, Span, whole
+from ..errors import SampleError, UserError
+from ..records import Fragment, Record, Span, whole
+from .budget import Budget
 
 OVERSIZE = ("split", "truncate", "drop", "error")
 EXACT_FRAGMENTS = 256  # a sample of 2 million tokens at a budget of 8,192

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from internvl_pack.packing.bounds import LowerBounds
-from internvl_pack.packing.budget import Budget
-from internvl_pack.records import Fragment
+from ..records import Fragment
+from .bounds import LowerBounds
+from .budget import Budget
 
 FILL_BINS = 100
 

@@ -12,7 +12,7 @@ from ..errors import UserError
 
 MODES = ("ulysses", "ring")
 
-#: Kernels that give the log-sum-exp of a block and take it back in the gradient, which ring attention needs.
+# Kernels that give the log-sum-exp of a block and take it back in the gradient, which ring attention needs.
 RING_KERNELS = ("flash_attn", "varlen", "sdpa")
 
 

@@ -22,8 +22,8 @@ from ..survey.survey import PART, Part
 from .packed_state import fragment_table, fragments_of
 from .sequence import PlannedPack, Refused
 
+# Rows of one dataset, all bad: nothing in it can be used.
 ALL_BAD_ROWS = 32
-"""Rows of one dataset, all bad: nothing in it can be used."""
 
 
 class Lengths(Protocol):
@@ -32,8 +32,8 @@ class Lengths(Protocol):
     def part(self, mixture: Mixture, number: int) -> Part: ...
 
 
+# (dataset, row) -> sample id.
 SampleId = Callable[[int, int], str]
-"""(dataset, row) -> sample id."""
 
 
 class SampleReader:

@@ -22,8 +22,8 @@ def parquet() -> Any:
     return pyarrow.parquet
 
 
+# Types by name: an alias of pyarrow's, `[alias]` for a list of it, or `Columns` of a list of records.
 Columns = Mapping[str, Any]
-"""Types by name: an alias of pyarrow's, `[alias]` for a list of it, or `Columns` of a list of records."""
 
 
 def arrow_schema(columns: Columns) -> Any:

@@ -72,7 +72,7 @@ REFUSED_COLUMNS = {
 _READ_COLUMNS = ("samples_read", "tokens_read", "tokens_cut_off", "split_positions", "split_counts")
 
 _NOT_PLANNED = ("on_error", "max_bad_fraction", "survey_dir", "packing", *NOT_NEEDED)
-#: Options that training takes from the preset, whatever it is given.
+# Options that training takes from the preset, whatever it is given.
 _DECIDED = ("packing_policy", "max_buffer_size", "seed", "shuffle", "shuffle_buffer_size", "cost_model")
 
 

@@ -44,8 +44,8 @@ from .preset import (
 )
 from .sequence import PlannedPack, Refused
 
+# Drives a stage: (what is done, its total, steps done since the last time, to be used up).
 Progress = Callable[[str, int, Iterable[int]], None]
-"""Drives a stage: (what is done, its total, steps done since the last time, to be used up)."""
 
 
 def plan_preset(

@@ -19,8 +19,8 @@ from markupsafe import Markup
 
 _FOLDER = Path(__file__).resolve().parent
 
+# Control characters that are text.
 SHOWN = {"\n": "\n", "\t": "\t"}
-"""Control characters that are text."""
 
 
 def render(template: str, title: str, *, styles: Sequence[str], script: str = "", **values: Any) -> str:

@@ -20,8 +20,8 @@ from . import page
 from .page import short
 from .rows import datasets_of, of_dataset, of_policy
 
+# Datasets with a colour of their own: the largest; the rest share one.
 MAX_DATASETS = 6
-"""Datasets with a colour of their own: the largest; the rest share one."""
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; shapes differ as well.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8F98")

@@ -21,11 +21,11 @@ from ..batch.loss_weights import IGNORE_INDEX
 from . import page
 
 MAX_PICTURE_BYTES = 6_000_000
+# Characters of text on a page; each row has an equal share of them, and each of its segments of the row's.
 MAX_TEXT = 3_000_000
-"""Characters of text on a page; each row has an equal share of them, and each of its segments of the row's."""
 MIN_TEXT = 300
+# Segments whose text is shown; later rows are shown by their bars and figures.
 MAX_SEGMENTS = 4000
-"""Segments whose text is shown; later rows are shown by their bars and figures."""
 MAX_EVENTS = 200
 OPEN_SEGMENTS = 12  # of the first row
 _JPEG_QUALITY = 68

@@ -11,8 +11,8 @@ from ..errors import UserError
 from . import remote
 from .addresses import check_remote_read, is_remote, pread_all, system_path
 
+# Descriptors of annotation files and shards that a process keeps open.
 MAX_OPEN_FILES = 128
-"""Descriptors of annotation files and shards that a process keeps open."""
 
 
 class Stamp(NamedTuple):

@@ -20,8 +20,8 @@ from .reach import check_address, check_inside, hosts_of
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+# Compressed size beyond which an image is refused unread: no worker needs more memory than that for its bytes.
 MAX_IMAGE_BYTES = 256 << 20
-"""Compressed size beyond which an image is refused unread: no worker needs more memory than that for its bytes."""
 
 
 @runtime_checkable

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 KIND = "jsonl"
 COLUMNS = {"low": "u4", "high": "u8", "blank": "u8"}
 CHUNK_BYTES = 1 << 20
+# A piece of a large file that one worker of `internvl-pack index` scans at a time.
 PART_BYTES = 64 << 20
-"""A piece of a large file that one worker of `internvl-pack index` scans at a time."""
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE = 10

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import SampleError
 
+# Entries of a folder that are looked through for the name that may have been meant.
 MAX_LISTED = 10_000
-"""Entries of a folder that are looked through for the name that may have been meant."""
 
-#: How pictures begin in base64 (JPEG, PNG, WebP, GIF); anything longer than a path may be is none, either.
+# How pictures begin in base64 (JPEG, PNG, WebP, GIF); anything longer than a path may be is none, either.
 _PICTURE_IN_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]{4096}")
 
 

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from ..errors import SampleError
 
+# A longer line or json member is refused unread: it is damage, or no conversation.
 MAX_RECORD_BYTES = 64 << 20
-"""A longer line or json member is refused unread: it is damage, or no conversation."""
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -15,8 +15,8 @@ from .hf import open_saved_dataset
 from .meta import DatasetSpec
 from .names import meant
 
+# Options that are paths: relative ones stand against the meta file's folder.
 PATH_OPTIONS = ("path", "root")
-"""Options that are paths: relative ones stand against the meta file's folder."""
 
 _KINDS: dict[str, Callable[..., Source]] = {"datasets": open_saved_dataset}
 

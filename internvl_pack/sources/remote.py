@@ -44,10 +44,10 @@ FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 _STARTED = time.time()  # of this process, or of the one it was forked from
 MAX_REDIRECTS = 20
+# An attempt that brings less, over as many seconds as INTERNVL_PACK_TIMEOUT says, has failed.
 MIN_BYTES_PER_SECOND = 1 << 10
-"""An attempt that brings less, over as many seconds as INTERNVL_PACK_TIMEOUT says, has failed."""
+# Times INTERNVL_PACK_TIMEOUT, attempts and pauses included, that an image or a part of a shard may take.
 MAX_TIMEOUTS = 10
-"""Times INTERNVL_PACK_TIMEOUT, attempts and pauses included, that an image or a part of a shard may take."""
 _SAFE = "%:/?&=#+,;@!$'()*~[]"
 _RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 _T = TypeVar("_T")

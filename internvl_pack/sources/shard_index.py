@@ -45,8 +45,8 @@ from .tar import (
 KIND = "tar"
 COLUMNS = {"first": "u4", "member": "u8", "status": "u1", "hashes": "u8"}
 _ZEROS_BYTES = 1 << 20
+# Damaged places of one shard beyond which the rest of it is given up.
 MAX_DAMAGE = 1000
-"""Damaged places of one shard beyond which the rest of it is given up."""
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own files, such as __meta__/info
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
@@ -56,8 +56,8 @@ _COMPRESSED = {
     b"PK\x03\x04": ("zip", "unzip, then tar"),
 }
 
+# What is wrong with a row, stored as one byte.
 OK, NO_RECORD, DUPLICATE, NOT_A_FILE, UNSAFE_NAME, SPARSE, CUT = range(7)
-"""What is wrong with a row, stored as one byte."""
 REASONS = {
     NO_RECORD: ("record_missing", "no .json member goes with {member}"),
     DUPLICATE: ("duplicate_member", "{member} is there more than once; which one is meant cannot be told"),

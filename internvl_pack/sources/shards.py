@@ -27,8 +27,8 @@ from .tar import DamagedHeaderError, Reader, read_member, windowed
 
 logger = logging.getLogger(__name__)
 
+# Index files that one source keeps mapped at a time; a map holds a descriptor.
 MAX_MAPPED_SHARDS = 64
-"""Index files that one source keeps mapped at a time; a map holds a descriptor."""
 _MAX_COMPARED_ROWS = 20_000_000
 _HINT_ROWS = 2_000_000
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from .addresses import pread_all
 
 BLOCK = 512
+# Hard and symbolic links, devices, pipes, parts of archives over several volumes.
 LINKS_AND_DEVICES = b"12346M"
-"""Hard and symbolic links, devices, pipes, parts of archives over several volumes."""
 FOLDERS_AND_LABELS = b"5DV"
 _EXTENSIONS = b"LKxXg"
 _MAX_EXTENSION_BYTES = 1 << 20  # a long name or pax header that says it is longer is damage
@@ -41,8 +41,8 @@ class Member(NamedTuple):
     sparse: bool
 
 
+# (offset, number of bytes) -> bytes, fewer only at the end of the file.
 Reader = Callable[[int, int], bytes]
-"""(offset, number of bytes) -> bytes, fewer only at the end of the file."""
 
 
 def windowed(read: Reader) -> Reader:

@@ -11,8 +11,8 @@ import threading
 
 import numpy as np
 
+# Buffers kept of a process: one being filled, one with the user or on its way.
 MAX_KEPT = 2
-"""Buffers kept of a process: one being filled, one with the user or on its way."""
 
 
 def _references(kept: list[np.ndarray], place: int) -> int:

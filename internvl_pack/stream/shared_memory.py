@@ -14,10 +14,10 @@ import resource
 from ..errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
+# Ids, labels, positions, weights and a mask: five numbers of 8 bytes at most.
 BYTES_A_TOKEN = 40
-"""Ids, labels, positions, weights and a mask: five numbers of 8 bytes at most."""
+# Batches beyond those that readers have been asked for: one that is trained on, one on its way to the device.
 HELD_BATCHES = 2
-"""Batches beyond those that readers have been asked for: one that is trained on, one on its way to the device."""
 OPEN_FILES = 1 << 16
 
 

@@ -41,10 +41,10 @@ from ..survey.workers import in_order
 from .reader import SampleSegments, make_segment
 
 TOKENS = "tokens.parquet"
+# Packs of a row group: some 1 MiB of ids, what is read to get at one of them.
 PACKS_PER_GROUP = 16
-"""Packs of a row group: some 1 MiB of ids, what is read to get at one of them."""
+# Packs that one process writes at a time: whole row groups, and a shard of some 1 GB where images are many.
 PART_PACKS = 1024
-"""Packs that one process writes at a time: whole row groups, and a shard of some 1 GB where images are many."""
 
 _COLUMNS = {
     "epoch": "int32",

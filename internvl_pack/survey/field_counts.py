@@ -9,8 +9,8 @@ from ..encode.fields import unknown_fields
 from ..errors import SampleError, isolate_sample_errors, without_traces
 from ..sources import Source
 
+# Rows of a dataset to look at, spread evenly: few fields are in a handful of rows only, and this takes a second.
 MAX_ROWS = 10_000
-"""Rows of a dataset to look at, spread evenly: few fields are in a handful of rows only, and this takes a second."""
 
 
 def count_unknown_fields(sources: Sequence[Source], max_rows: int = MAX_ROWS) -> Counter[str]:

@@ -27,8 +27,8 @@ from ..samples import Samples
 from .exchange import Exchange
 from .table import MAX_TILES, MAX_TOKENS, MISSING, PLAIN, REFUSED, Measured, Note, SurveyKey, SurveyTable
 
+# Positions of a part: 50 ms of measuring.
 PART = 128
-"""Positions of a part: 50 ms of measuring."""
 _KEPT_PARTS = 8
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from ..errors import UserError
 from .survey import Survey
 
+# Rows that a worker measures at a time: 0.2 s, and what a killed survey loses of each worker.
 BLOCK_ROWS = 512
-"""Rows that a worker measures at a time: 0.2 s, and what a killed survey loses of each worker."""
 _TASKS_A_WORKER = 3  # handed out ahead
 _SCANNED_ROWS = 1 << 20  # looked up in a table at a time
 

@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-#: The words of made-up data.
+# The words of made-up data.
 WORDS = (
     "one",
     "two",

@@ -18,7 +18,7 @@ from internvl_pack.checkpoints.internvl_format_files import (
 from internvl_pack.model.build import build_model
 from internvl_pack.testing.tiny import save_tiny_checkpoint, tiny_internvl, tiny_text_config
 
-#: Of one decoder layer, as GptOssForCausalLM stores them.
+# Of one decoder layer, as GptOssForCausalLM stores them.
 LAYER = {
     "input_layernorm.weight": (64,),
     "post_attention_layernorm.weight": (64,),

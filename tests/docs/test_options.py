@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 GROUPS = (ModelArguments, DataTrainingArguments, PackTrainingArguments)
 
-#: Of other programs that the pages call.
+# Of other programs that the pages call.
 FOREIGN = {"--gres", "--index-url", "--nproc_per_node", "--ntasks-per-node", "--shutdown-timeout", "--signal"}
 
 

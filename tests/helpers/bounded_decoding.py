@@ -77,7 +77,7 @@ def tiled_tiff() -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(260)
 
 
-#: By name: (file, the reason of its rejection; None for one that is decoded).
+# By name: (file, the reason of its rejection; None for one that is decoded).
 CASES: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "thin png": (lambda: png(1, 1_000_000), None),
     "wide png": (lambda: png(1_000_000, 1), None),
@@ -122,7 +122,7 @@ def measured(name: str) -> dict:
     return {"name": name, "reason": reason, "s": time.monotonic() - started, "mb": highest_mb() - before}
 
 
-#: Formats that are fuzzed, as Pillow names them, and how they are saved.
+# Formats that are fuzzed, as Pillow names them, and how they are saved.
 KINDS: dict[str, dict] = {
     "JPEG": {"progressive": True},
     "PNG": {},

@@ -11,7 +11,7 @@ from internvl_pack.model.memory import Sizes, memory
 from internvl_pack.packing.cost import SIZES
 
 ROW = {"tokens": 16384, "tiles": 48}
-#: Shape, how it ran, and the peak in GB that benchmarks/whole_step.py printed (compiled, flash-attn 2).
+# Shape, how it ran, and the peak in GB that benchmarks/whole_step.py printed (compiled, flash-attn 2).
 MEASURED = [
     ("1B", 24, {"gpus": 1, "zero": 1, "checkpointed": False}, 65.5),
     ("8B", 8, {"gpus": 1, "zero": 1, "checkpointed": True}, 72.3),

@@ -64,7 +64,7 @@ def sharing(size: int, mode: str = "ulysses") -> tuple[str, ...]:
 
 SAVING = ("--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto")
 NOT_SAVING = ("--save_strategy", "no")
-#: Runs in the order in which they are made: (name, output folder, options).
+# Runs in the order in which they are made: (name, output folder, options).
 RUNS: list[tuple[str, tuple[str, ...]]] = [
     ("alone", ("--deepspeed", "zero_stage1", "--do_eval", "True", *SAVING)),
     ("zero1", ("--deepspeed", "zero_stage1", "--do_eval", "True", *sharing(2), *NOT_SAVING)),

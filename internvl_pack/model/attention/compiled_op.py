@@ -106,7 +106,7 @@ def _row(cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int) -> Row:
     return Row(cu_seqlens, max_seqlen, scale, window or None)
 
 
-#: The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs.
+# The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs.
 attend, attend_backward = attention_operation(
     "attend",
     "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, str kernel",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 DEFAULT_CHUNK_TOKENS = 1024  # 0.3 GB of bfloat16 logits at a vocabulary of 151,674
 WEIGHT_ROWS = 32768  # of the head's gradient that are made at once where several chunks are summed
-#: Logits a row in memory: tensor cores are not used for a row length of 151,674, or at a third of the speed.
+# Logits a row in memory: tensor cores are not used for a row length of 151,674, or at a third of the speed.
 ALIGNMENT = 64
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOSS_KERNELS = ("auto", "torch", "liger")
 
-#: Tokens and vocabulary of the example: columns beyond one block of the kernel, and no multiple of anything.
+# Tokens and vocabulary of the example: columns beyond one block of the kernel, and no multiple of anything.
 EXAMPLE = (5, 40_003)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: (stream, branch, bias): (rows, width), the same or None, and float32 (width,) or None.
+# (stream, branch, bias): (rows, width), the same or None, and float32 (width,) or None.
 State = tuple[Tensor, Tensor | None, Tensor | None]
 
 

@@ -26,7 +26,7 @@ from .base import HALF, Kernel, Row
 
 __all__ = ["HALF", "KERNELS", "Kernel", "Row", "register_kernel"]
 
-#: By name. `auto` takes the first that runs on the device in the type of the run.
+# By name. `auto` takes the first that runs on the device in the type of the run.
 KERNELS: dict[str, Kernel] = {module.KERNEL.name: module.KERNEL for module in (fa4, flash_attn, varlen, sdpa)}
 
 
