@@ -123,7 +123,11 @@ class PackingConfig:
 
 
 def check_budget(config: PackingConfig, encoder: Encoder) -> None:
-    """Raises UserError, naming the option, where not even one tile fits into a row."""
+    """Check that at least one tile fits into a row.
+
+    Raises:
+        UserError: none does; names the option.
+    """
     needed = encoder.config.tokens_per_tile + 2
     if config.max_packed_tokens < needed:
         raise UserError(

@@ -222,7 +222,11 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises LookupError, TypeError, ValueError or AttributeError where the state is damaged."""
+        """Take over a state of `state_dict`.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: the state is damaged.
+        """
         self.counts = Counter({key: int(state["counts"][key]) for key in _COUNTS})
         self.dropped, self.quarantined = (
             Counter({reason: int(n) for reason, n in state[name].items()}) for name in ("dropped", "quarantined")

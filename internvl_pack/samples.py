@@ -66,7 +66,11 @@ class Samples:
         return sum(map(len, self.sources))
 
     def check_some(self, num_positions: int) -> None:
-        """Raises UserError, saying why, where an epoch has no positions."""
+        """Check that an epoch has positions.
+
+        Raises:
+            UserError: it has none; says why.
+        """
         if num_positions:
             return
         why = "all datasets have weight or repeat_time 0"
@@ -80,7 +84,11 @@ class Samples:
         return [error for source in self.sources for error in source.damage]
 
     def encode(self, dataset: int, row: int) -> Encoded:
-        """Read and encode a row. Raises SampleError, whatever goes wrong with it."""
+        """Read and encode a row.
+
+        Raises:
+            SampleError: whatever goes wrong with it.
+        """
         return self.encoder.load(self.sources[dataset], row, self.specs[dataset])
 
     def sample_id(self, dataset: int, row: int) -> str:

@@ -37,3 +37,14 @@ def test_constants_are_explained_by_comments():
     ]
     marked = [str(path) for path, text in FILES.items() if re.search(r"^\s*#:", text, re.M)]
     assert below + marked == []
+
+
+def test_docstrings_list_their_errors_under_raises():
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    within = [
+        f"{path}: {doc[:60]}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and (doc := ast.get_docstring(node)) and re.search(r"Raises [`A-Z]", doc)
+    ]
+    assert within == []

@@ -123,11 +123,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_combinations(packing: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError naming the first options that do not go together.
+    """Check that options go together.
 
     Args:
-        packing: one of the ways above.
+        packing: one of the modes above.
         options: of the data and of the training, by name.
+
+    Raises:
+        UserError: some do not; names the first.
     """
     for rule in RULES:
         if packing in rule.ways and rule.given(options):

@@ -163,7 +163,11 @@ def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_dropped(name: str, value: str) -> None:
-    """Raises UserError where a flag that is left out was given a value that would train something else."""
+    """Check the values of flags that are left out.
+
+    Raises:
+        UserError: one would train something else.
+    """
     why = REFUSED.get(name, lambda value: None)(value)
     if why is not None:
         raise UserError(f"--{name} {value}: {why}, and leave the flag out")

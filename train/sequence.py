@@ -30,7 +30,11 @@ GIVEN = "pad_to_multiple_of"  # of packing_state.json: the multiple that the use
 
 
 def check_options(model_args: Any, data_args: Any, args: Any) -> None:
-    """Raises UserError for rows, budgets or heads that cannot be shared as asked."""
+    """Check that rows, budgets and heads can be shared as asked.
+
+    Raises:
+        UserError: they cannot.
+    """
     size, mode = args.sequence_parallel_size, args.sequence_parallel_mode
     if size == 1:
         return

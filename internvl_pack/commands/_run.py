@@ -48,14 +48,22 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises UserError naming the option that is below `least`."""
+    """Check the options that have a lower bound.
+
+    Raises:
+        UserError: one is below `least`; names it.
+    """
     for name in names:
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: give at least {least}")
 
 
 def packing_config(args: argparse.Namespace) -> PackingConfig:
-    """Raises UserError for options that make no sense."""
+    """The packing options of a command.
+
+    Raises:
+        UserError: an option has a value that it cannot have; names it.
+    """
     if args.packing_policy not in POLICIES:
         raise UserError(f"--packing_policy {args.packing_policy} is unknown: use one of {', '.join(POLICIES)}")
     check_at_least(args, 1, "ranks", "per_device_train_batch_size", "gradient_accumulation_steps", "pad_seq_to_mult")

@@ -86,7 +86,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(name: str) -> Path:
-    """Raises UserError before any work is done: a page that cannot be written."""
+    """Check before any work is done that the page can be written.
+
+    Raises:
+        UserError: it cannot.
+    """
     out = Path(name)
     if out.is_dir():
         raise UserError(f"--out {name} is a folder: give the page a name, such as {out / 'preview.html'}")

@@ -98,7 +98,11 @@ class Output(NamedTuple):
 
 
 def _output_of(pattern: str, name: str, *, alone: bool) -> Output:
-    """Raises UserError: `pattern` is none, or gives no path of its own for each dataset."""
+    """The output of each dataset.
+
+    Raises:
+        UserError: `pattern` is none, or gives no path of its own for each dataset.
+    """
     if not alone and "{name}" not in pattern:
         raise UserError(
             f"--out {pattern}: the meta file has several datasets: write {{name}} where each one's name goes"
@@ -183,7 +187,12 @@ class Written:
 
 
 def _write(source: Source, pattern: str, max_size: float, max_count: int, *, stop: bool) -> Written:
-    """Write one dataset. Raises UserError for a bad sample if `stop`; OSError."""
+    """Write one dataset.
+
+    Raises:
+        UserError: a bad sample, if `stop`.
+        OSError: a shard cannot be written.
+    """
     from tqdm import tqdm
     from webdataset.writer import ShardWriter
 
@@ -221,7 +230,8 @@ def _write(source: Source, pattern: str, max_size: float, max_count: int, *, sto
 def members_of_sample(sample: RawSample, key: str) -> Iterator[tuple[str, bytes]]:
     """(ending, bytes) of each member of a sample in a shard: its images, its video, its record.
 
-    Raises SampleError: an image or the video cannot be read, or the record is none that JSON can hold.
+    Raises:
+        SampleError: an image or the video cannot be read, or JSON cannot hold the record.
     """
     from ..encode.conversation import image_names_of
     from ..encode.video import video_of

@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(folder: Path) -> None:
-    """Raises UserError before anything is measured: no matplotlib, or a folder that cannot be written."""
+    """Check before anything is measured that the report can be written.
+
+    Raises:
+        UserError: matplotlib is missing, or the folder cannot be written.
+    """
     from ..report.plots import matplotlib
 
     matplotlib()

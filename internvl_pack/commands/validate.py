@@ -87,7 +87,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_checker(args: argparse.Namespace) -> Checker:
-    """Raises UserError: data, tokenizer or options that cannot be used."""
+    """The checker that the options describe.
+
+    Raises:
+        UserError: data, tokenizer or options cannot be used.
+    """
     config = PackingConfig(
         max_packed_tokens=args.max_packed_tokens,
         num_images_expected=args.num_images_expected,

@@ -73,7 +73,11 @@ class ChatTemplate(Protocol):
     """How a conversation is written. One that knows turns from `function` names all its roles in `roles`."""
 
     def layout(self, turns: list[Turn]) -> list[Part]:
-        """The parts of a conversation. Raises SampleError where the template cannot write it."""
+        """The parts of a conversation.
+
+        Raises:
+            SampleError: the template cannot write it.
+        """
         ...
 
 
@@ -259,9 +263,11 @@ class TokenizerTemplate:
     generation prompt; its end is trained up to the last token of the turn, white space after that is not. Then each
     sample is rendered once with its real texts and must come out the same: no template can change a text unseen.
 
-    Costs one Jinja rendering a sample. Raises SampleError `chat_template_refuses` where the template does not take
-    the conversation (roles that do not alternate), `chat_template_rewrites` where it changes history or texts, and
-    `too_many_turns`: to learn n turns takes n renderings of up to n turns, 3 s for 1,000.
+    Costs one Jinja rendering a sample. To learn n turns takes n renderings of up to n turns, 3 s for 1,000.
+
+    Raises:
+        SampleError: `chat_template_refuses`, the template does not take the conversation (roles that do not alternate);
+            `chat_template_rewrites`, it changes history or texts; `too_many_turns`.
     """
 
     MAX_TURNS = 1000

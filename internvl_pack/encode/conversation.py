@@ -46,8 +46,9 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
 
     The record's own `system` comes first where no turn is one.
 
-    Raises SampleError `no_conversation`, `preference_data`, `too_many_turns`, `turn_not_object`, `unknown_role`,
-    `turn_value_not_text`, `turn_ambiguous`, `system_turn_not_first`, `system_field`, `pretrain_turn_not_alone`.
+    Raises:
+        SampleError: `no_conversation`, `preference_data`, `too_many_turns`, `turn_not_object`, `unknown_role`,
+            `turn_value_not_text`, `turn_ambiguous`, `system_turn_not_first`, `system_field`, `pretrain_turn_not_alone`.
     """
     conversation = data.get("conversations")
     if "chosen" in data and "rejected" in data:
@@ -103,7 +104,8 @@ def _one_of(turn: Mapping, name: str, other: str, number: int, same: Mapping = M
 def image_names_of(data: Mapping) -> list[str]:
     """The names in field `image`: a string, a list of strings, or nothing (absent, null, "", []).
 
-    Raises SampleError `image_field` for any other shape.
+    Raises:
+        SampleError: `image_field`, any other shape.
     """
     names = data.get("image")
     if names is None or names == "" or names == []:
@@ -128,7 +130,8 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
     text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. Other
     notations of an image (`<IMAGE>`, `<image_1>`) are taken for `<image>` where that is clear, see notations.py.
 
-    Raises SampleError `placeholder_mismatch`.
+    Raises:
+        SampleError: `placeholder_mismatch`.
     """
     turns = bind_other_notations(turns, num_images)
     human = [text for role, text in turns if role in IMAGE_ROLES]

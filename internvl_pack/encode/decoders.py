@@ -90,7 +90,8 @@ def decode_rgb(
         allow_truncated: accept damaged and cut-off files, what is missing grey or black.
         background: RGB that transparent pixels are composited on. None drops alpha, as Pillow's `convert("RGB")` does.
 
-    Raises SampleError: `image_truncated`, `image_corrupt`, `image_mode`, `image_too_large`.
+    Raises:
+        SampleError: `image_truncated`, `image_corrupt`, `image_mode`, `image_too_large`.
     """
     from PIL import Image
 

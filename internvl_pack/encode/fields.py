@@ -59,7 +59,11 @@ def is_filled(value: Any) -> bool:
 
 
 def refuse_fields(data: Mapping[str, Any]) -> None:
-    """Raises SampleError `unsupported_field` for a filled field of a record or turn that no template can write."""
+    """Refuse fields of a record or turn that no template can write.
+
+    Raises:
+        SampleError: `unsupported_field`, one of them is filled.
+    """
     if not ("chosen" in data and "rejected" in data):  # preference data, which turns_of names
         _refuse(data, REFUSED_IN_RECORD, "the record")
     for number, turn in _turns(data):
@@ -82,7 +86,8 @@ def _refuse(fields: Mapping[str, Any], refused: Mapping[str, str], whose: str) -
 def system_of(data: Mapping[str, Any]) -> str | None:
     """The system prompt in a record's own field, None where there is none.
 
-    Raises SampleError `system_field`: it is no text, or two of them differ.
+    Raises:
+        SampleError: `system_field`, it is no text, or two of them differ.
     """
     if not any(name in data for name in SYSTEM_FIELDS):
         return None
@@ -102,8 +107,9 @@ def trained_answers(data: Mapping[str, Any], turns: Sequence[tuple[str, str]]) -
         data: the record.
         turns: (role, text) of all its turns, as "system", "human" or "gpt"; those in `conversations` come last.
 
-    Raises SampleError `turn_flag`: a flag is neither yes nor no, two of a turn differ, or a turn that is no answer is
-    to be trained.
+    Raises:
+        SampleError: `turn_flag`, a flag is neither yes nor no, two of a turn differ, or a turn that is no answer is to
+            be trained.
     """
     written = data["conversations"]
     if all(turn.keys() <= _ROLE_AND_TEXT for turn in written):

@@ -105,7 +105,8 @@ def read_header(name: str, head: bytes, read_all: Callable[[], bytes], max_pixel
         read_all: called for all bytes where `head` does not hold the whole header.
         max_pixels: width x height above which the image is refused.
 
-    Raises SampleError: `image_empty`, `image_not_an_image`, `image_truncated`, `image_corrupt`, `image_too_large`.
+    Raises:
+        SampleError: `image_empty`, `image_not_an_image`, `image_truncated`, `image_corrupt`, `image_too_large`.
     """
     if not head:
         raise SampleError("image_empty", f"{name} has 0 bytes")

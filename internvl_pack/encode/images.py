@@ -51,7 +51,8 @@ MAX_INTERMEDIATE_PIXELS = 1 << 24
 def colour_of(name: str) -> tuple[int, int, int]:
     """RGB of a colour as CSS writes it: white, #ff8800, rgb(255, 136, 0).
 
-    Raises UserError.
+    Raises:
+        UserError: no such colour.
     """
     from PIL import ImageColor
 
@@ -64,7 +65,11 @@ def colour_of(name: str) -> tuple[int, int, int]:
 
 
 def header_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES) -> Header:
-    """The header of an image reference, from its first bytes. Raises SampleError, see read_header."""
+    """The header of an image reference, from its first bytes.
+
+    Raises:
+        SampleError: as `read_header`.
+    """
     return _header(ref.name, ref.head(HEAD_BYTES), ref.read, rules)
 
 
@@ -98,7 +103,11 @@ def decode_tiles(
         size: upright (width, height) that was planned with; a file that has changed since is refused.
         out: (grid.num_tiles, 3, image_size, image_size) uint8 to write into, fastest as `tiles_over` lays it.
 
-    Returns `out`, or a new array of that shape. Raises SampleError.
+    Returns:
+        `out`, or a new array of that shape.
+
+    Raises:
+        SampleError: it cannot be decoded, or has changed.
     """
     pixels, header, scale = _decode(ref, grid, image_size, rules, size)
     if out is None:

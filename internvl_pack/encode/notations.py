@@ -35,7 +35,8 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
         turns: (role, text).
         num_images: of the sample.
 
-    Raises SampleError `placeholder_mismatch` for one that is neither clear nor text.
+    Raises:
+        SampleError: `placeholder_mismatch`, one is neither clear nor text.
     """
     human = [text for role, text in turns if role == "human"]
     # Most texts hold no other bracket than that of a placeholder, and counting is faster than a search.

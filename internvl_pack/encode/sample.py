@@ -143,7 +143,8 @@ class Encoder:
         tokenizer: the model's Hugging Face tokenizer; it is not changed.
         config: see EncodeConfig.
 
-    Raises UserError for an unknown conv_style or a tokenizer without the tokens it needs.
+    Raises:
+        UserError: an unknown conv_style, or a tokenizer without the tokens that it needs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EncodeConfig | None = None) -> None:
@@ -170,7 +171,8 @@ class Encoder:
     def load(self, source: Source, row: int, spec: DatasetSpec) -> Encoded:
         """Read and encode one row of a sources.Source, that of the sources.DatasetSpec `spec`.
 
-        Raises SampleError, whatever goes wrong with it (see `isolate_sample_errors`).
+        Raises:
+            SampleError: whatever goes wrong with it (see `isolate_sample_errors`).
         """
         with isolate_sample_errors(source=partial(source.origin, row)):
             raw = source.read(row)
@@ -183,7 +185,8 @@ class Encoder:
             raw: a sources.RawSample.
             spec: the sources.DatasetSpec it comes from (max_dynamic_patch, data_augment).
 
-        Raises SampleError; its source is `raw.origin`.
+        Raises:
+            SampleError: it cannot be encoded; its source is `raw.origin`.
         """
         with isolate_sample_errors(source=lambda: raw.origin):
             return self._encode(raw, spec)
@@ -308,7 +311,9 @@ class Encoder:
 
         Both ends must lie at borders of images. `epoch` matters to the data_augment option only. They are written into
         `out`, an array of that shape, where one is given; see images.tiles_over for the order of memory.
-        Raises SampleError for an image that cannot be decoded.
+
+        Raises:
+            SampleError: an image cannot be decoded.
         """
         size = self.config.image_size
         if tile_stop is None:
@@ -339,9 +344,10 @@ class Encoder:
         return tiles
 
     def check_pixels(self, encoded: Encoded) -> None:
-        """Decode all images of a sample as `decode` does, without keeping a tile. Raises SampleError as it does.
+        """Decode all images of a sample as `decode` does, without keeping a tile; of a video, the frames of epoch 0.
 
-        Of a video, the frames of epoch 0.
+        Raises:
+            SampleError: as `decode`.
         """
         for image in encoded.images:
             with isolate_sample_errors(image.ref.name):

@@ -68,7 +68,8 @@ class TextEncoder:
         tokenizer: a Hugging Face tokenizer; it is not changed. Fast ones are copied, the vocabulary aside.
         markup_tokens: special tokens that text may contain as tokens.
 
-    Raises UserError when a structural token still comes out of its own text (a tokenizer that cannot be kept from it).
+    Raises:
+        UserError: a structural token still comes out of its own text, and the tokenizer cannot be kept from it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markup_tokens: Iterable[str] = MARKUP_TOKENS) -> None:
@@ -122,7 +123,8 @@ class TextEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """(ids of all texts in a row, int32; how many each text has).
 
-        Raises SampleError `lone_surrogate` for half a character, as a JSON escape can write it, and `text_too_long`.
+        Raises:
+            SampleError: `lone_surrogate` (half a character, as a JSON escape can write it), `text_too_long`.
         """
         if sum(map(len, texts)) > _PIECE:
             return self._encode_long(texts)

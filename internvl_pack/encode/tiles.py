@@ -92,7 +92,8 @@ def max_tiles_per_image(max_dynamic_patch: int, num_images: int) -> int:
 def tokens_per_tile(image_size: int, patch_size: int = 14, down_sample_ratio: float = 0.5) -> int:
     """Context tokens of one tile: (image_size // patch_size)^2 * down_sample_ratio^2.
 
-    Raises UserError where that is not a positive whole number.
+    Raises:
+        UserError: that is not a positive whole number.
     """
     patches = image_size // patch_size
     tokens = patches * patches * down_sample_ratio * down_sample_ratio

@@ -106,7 +106,8 @@ def _draw(below: int, *seed: object) -> int:
 def video_of(data: Mapping) -> tuple[str, tuple[float, float] | None] | None:
     """(name, clip in seconds or None) of a record; None where it has no video.
 
-    Raises SampleError `video_field`, `video_clip`.
+    Raises:
+        SampleError: `video_field`, `video_clip`.
     """
     name = data.get("video")
     if name in (None, "", []):
@@ -130,7 +131,8 @@ def video_of(data: Mapping) -> tuple[str, tuple[float, float] | None] | None:
 def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[tuple[str, str]]:
     """The turns with `Frame-k: <image>` lines in place of `<video>`, or in front of the first human turn.
 
-    Raises SampleError `placeholder_mismatch`.
+    Raises:
+        SampleError: `placeholder_mismatch`.
     """
     lines = "".join(f"Frame-{k}: <image>\n" for k in range(1, num_frames + 1))
     found = sum(text.count(_PLACEHOLDER) for role, text in turns if role in IMAGE_ROLES)
@@ -202,7 +204,8 @@ def decode_frames(
 ) -> None:
     """The frames of one video, upright, each as one tile in `out`, (n, 3, size, size) uint8; None only checks them.
 
-    Raises SampleError `video_truncated`, `video_corrupt`, and as `plan_clip`.
+    Raises:
+        SampleError: `video_truncated`, `video_corrupt`, and as `plan_clip`.
     """
     ref, clip = planned[0].ref, planned[0].clip
     indices = [frame.frame_index(sample_id, epoch) for frame in planned]

@@ -10,14 +10,22 @@ from torch import nn
 
 
 def vision_layers(tower: nn.Module) -> nn.ModuleList:
-    """The layers of an InternVL vision tower, in order. Raises AttributeError for another kind of model."""
+    """The layers of an InternVL vision tower, in order.
+
+    Raises:
+        AttributeError: another kind of model.
+    """
     layers = tower.get_submodule("encoder.layer")
     assert isinstance(layers, nn.ModuleList)
     return layers
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """The layers of a language model without its head. Raises AttributeError where they are called otherwise."""
+    """The layers of a language model without its head.
+
+    Raises:
+        AttributeError: its layers have another name.
+    """
     layers = decoder.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList)
     return layers

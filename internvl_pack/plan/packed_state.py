@@ -32,7 +32,11 @@ def split_like(items: Iterable[Any], sizes: Iterable[int]) -> list[tuple[Any, ..
 
 
 def check_whole_numbers(value: Any) -> None:
-    """Raises TypeError unless all there is in a plan's state, its tables as arrays, are whole numbers."""
+    """Check that a plan's state, with its tables as arrays, holds integers only.
+
+    Raises:
+        TypeError: it does not.
+    """
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             check_whole_numbers(each)

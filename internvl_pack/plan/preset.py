@@ -209,7 +209,11 @@ class Preset:
         return replace(run, **planned, packing=True)
 
     def check_fits(self, samples: Samples) -> None:
-        """Raises UserError naming what differs in the tokenizer, the tile options or the data, where there is any."""
+        """Check that tokenizer, tile options and data are those of the preset.
+
+        Raises:
+            UserError: they differ; names what.
+        """
         facts = data_facts(samples)
         changes = _changes(self.content["encode"], facts["encode"])
         if changes:

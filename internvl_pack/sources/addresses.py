@@ -50,7 +50,11 @@ def check_remote_read(address: str) -> None:
 
 
 def system_path(path: str) -> bytes:
-    """The path as the bytes that the file system knows, whatever the locale. Raises ValueError for an unusable one."""
+    """The path as the bytes that the file system knows, whatever the locale.
+
+    Raises:
+        ValueError: the path is unusable.
+    """
     raw = path.encode("utf-8", "surrogateescape")
     if b"\0" in raw:
         raise ValueError("a NUL byte in the name")

@@ -46,7 +46,11 @@ class RawSample:
         object.__setattr__(self, "data", normalised(self.data))  # of any source, a user's own too
 
     def resolve(self, name: str) -> ImageRef:
-        """The image (or video) that the record calls `name`. Raises SampleError where it cannot be one."""
+        """The image (or video) that the record calls `name`.
+
+        Raises:
+            SampleError: it cannot be one.
+        """
         return self.resolver(name)
 
 
@@ -67,7 +71,12 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, row: int) -> RawSample:
-        """Raises SampleError, with its `source` or without (`origin` is it then); IndexError beyond the end."""
+        """The record of a row.
+
+        Raises:
+            SampleError: it cannot be read; without a `source`, `origin` is its place.
+            IndexError: beyond the end.
+        """
 
     @abstractmethod
     def sample_id(self, row: int) -> str:

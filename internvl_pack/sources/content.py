@@ -59,7 +59,10 @@ def mark_of_pieces(size: int, pieces: Iterable[bytes]) -> str:
 def content_mark(path: str) -> str:
     """The mark of all bytes of a file, 32 hex digits: what an annotation file's index notes as `content`.
 
-    Reads the whole file, about a GB a second. Raises OSError.
+    Reads the whole file, about a GB a second.
+
+    Raises:
+        OSError: it cannot be read.
     """
     fd = open_file(path)
     try:

@@ -23,7 +23,11 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: str) -> Stamp:
-    """Raises OSError where there is no such file. Of an address: of its local copy, made or renewed here."""
+    """Size and time of change of a file; of an address, those of its local copy, which is made or renewed here.
+
+    Raises:
+        OSError: there is no such file.
+    """
     if is_remote(path):
         return Stamp(os.stat(remote.copy_of(path, check=True)).st_size, remote.mark_of(path))
     found = os.stat(system_path(path))
@@ -31,7 +35,11 @@ def stamp_of(path: str) -> Stamp:
 
 
 def open_file(path: str) -> int:
-    """A descriptor to read a file by, or the local copy of an address. Raises OSError."""
+    """A descriptor to read a file by, or the local copy of an address.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     if is_remote(path):
         path = remote.copy_of(path)
     return os.open(system_path(path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

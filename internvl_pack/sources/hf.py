@@ -222,7 +222,11 @@ class _RowImage:
 
 
 def _check_columns(name: str, dataset: Any, conversations: str | None, image: str | None) -> None:
-    """Raises UserError where a table has no column of that name, or none that turns are looked for in."""
+    """Check that a table has the columns that are named, and one with turns.
+
+    Raises:
+        UserError: it has not.
+    """
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or _has_transform(dataset):
         return

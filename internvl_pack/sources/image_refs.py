@@ -34,7 +34,11 @@ class ImageRef(Protocol):
         ...
 
     def read(self) -> bytes:
-        """All bytes. Raises SampleError (`image_missing`, `image_unreadable`, `image_empty`, ...)."""
+        """All bytes.
+
+        Raises:
+            SampleError: `image_missing`, `image_unreadable`, `image_empty`, ...
+        """
         ...
 
     def head(self, num_bytes: int) -> bytes:
@@ -247,7 +251,11 @@ class FolderResolver:
     hosts: frozenset[str] = frozenset()
 
     def __call__(self, name: str) -> ImageRef:
-        """Raises SampleError where `name` cannot or may not name a file; one that is absent shows when it is read."""
+        """The file that a record calls `name`; an absent one shows when it is read.
+
+        Raises:
+            SampleError: `name` cannot or may not name a file.
+        """
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no file name")
         refuse_embedded(name)

@@ -71,7 +71,11 @@ class MemberResolver:
     named: Sequence[str] = ()
 
     def __call__(self, name: str) -> ImageRef:
-        """Raises SampleError `image_missing`, with the names that there are."""
+        """The member that a record calls `name`.
+
+        Raises:
+            SampleError: `image_missing`, with the names of the members.
+        """
         if not isinstance(name, str) or not name:
             raise SampleError("image_missing", f"{name!r} is no member's name")
         refuse_embedded(name)

@@ -18,7 +18,11 @@ _PICTURE_IN_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[A-Za-z0-9+/\
 
 
 def refuse_embedded(name: str) -> None:
-    """Raises SampleError `image_field` where a record holds a picture itself instead of its name."""
+    """Check that a record names its picture instead of holding it.
+
+    Raises:
+        SampleError: `image_field`, it holds it.
+    """
     is_data = name[:5].lower() == "data:"
     if not is_data and len(name) < 200:
         return

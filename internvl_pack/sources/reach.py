@@ -52,10 +52,13 @@ def _is_named(host: str, names: Collection[str]) -> bool:
 
 
 def check_address(address: str, hosts: frozenset[str]) -> None:
-    """Raises SampleError `remote_not_allowed` for an address that a row may not name.
+    """Check that a row may name this address.
 
     Args:
         hosts: those that the meta file names.
+
+    Raises:
+        SampleError: `remote_not_allowed`.
     """
     host, allowed = host_of(address), _allowed_by_user()
     if allowed is None:
@@ -89,9 +92,12 @@ def _is_private(host: str) -> bool:
 
 
 def check_inside(root: str, name: str) -> None:
-    """Raises SampleError `image_outside_root` for a name that leads out of `root`, a folder or an address.
+    """Check that a name stays inside `root`, a folder or an address.
 
-    By its letters: links inside are the user's own. An empty root holds everything.
+    It is judged by its letters: links inside are the user's own. An empty root holds everything.
+
+    Raises:
+        SampleError: `image_outside_root`.
     """
     if not root or not (name.startswith("/") or ".." in name):
         return

@@ -115,7 +115,11 @@ def believes_images() -> bool:
 
 
 def retrying(address: str, attempt: Callable[[], _T]) -> _T:
-    """`attempt` until it does not raise `_TryAgainError`. Raises RemoteError after the last one."""
+    """Call `attempt` until it does not raise `_TryAgainError`.
+
+    Raises:
+        RemoteError: the last attempt failed.
+    """
     retries = int(_setting("INTERNVL_PACK_RETRIES", 5))
     pause = FIRST_PAUSE_SECONDS
     for left in range(retries, -1, -1):

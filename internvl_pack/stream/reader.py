@@ -66,7 +66,11 @@ class SegmentSource(Protocol):
     """Where the data of planned fragments comes from."""
 
     def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
-        """The fragment's tokens, and its tiles decoded into `out`, uint8 (tiles, 3, S, S). Raises SampleError."""
+        """The fragment's tokens, and its tiles decoded into `out`, uint8 (tiles, 3, S, S).
+
+        Raises:
+            SampleError: it cannot be used.
+        """
         ...
 
     def name(self, fragment: Fragment) -> str:
@@ -113,7 +117,11 @@ class SampleSegments:
         return self._samples.origin(*self._mixture.locate(fragment.position))
 
     def encoded(self, fragment: Fragment) -> Encoded:
-        """The fragment's sample, which must be what it was when it was surveyed. Raises SampleError."""
+        """The fragment's sample.
+
+        Raises:
+            SampleError: it cannot be read, or differs from what the survey measured.
+        """
         position = fragment.position
         kept = self._split.pop(position, None)
         if kept is None:

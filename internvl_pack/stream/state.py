@@ -64,7 +64,11 @@ def losses_of(state: Mapping[str, Any]) -> Losses:
 
 
 def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> None:
-    """Raises UserError naming the option when a saved state cannot go on here; `options` None does not compare them."""
+    """Check that a saved state can be resumed here.
+
+    Raises:
+        UserError: it cannot; names the option that differs.
+    """
     if not isinstance(state, Mapping):
         raise UserError("resume: the saved state is no JSON object: go on from an earlier checkpoint")
     if state.get("version") != STATE_VERSION:

@@ -64,7 +64,11 @@ class Note(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Note:
-        """Raises ValueError, TypeError, OverflowError or RecursionError where `text` is no note."""
+        """The note that `text` holds.
+
+        Raises:
+            ValueError, TypeError, OverflowError, RecursionError: it holds none.
+        """
         spans, num_system_tokens, error = json.loads(text)
         if error is not None:
             reason, detail, source = error
