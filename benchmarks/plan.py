@@ -46,7 +46,7 @@ def planning(num_samples: int, max_tokens: int, max_tiles: int) -> dict[str, flo
     with open(ROOT / "benchmarks" / "real_mix_a.csv", encoding="utf-8", newline="") as file:
         lengths = read_lengths(file, "real_mix_a.csv").drawn(num_samples, seed=0)
     config = PackingConfig(max_packed_tokens=max_tokens, num_images_expected=max_tiles)
-    cost = CostModel.from_size("1B")
+    cost = CostModel.from_name("1B")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     packs = OnlinePacks(lengths, lengths.mixture(), lambda _, row: str(row), config, cost)
     plan = StepPlan(packs, PACKS_PER_STEP, seed=0, epoch=0)

@@ -57,8 +57,7 @@ from benchmarks.train_step import (
 )
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
-from internvl_pack.model.attention.blocks import joined
-from internvl_pack.model.attention.ring import seen_parts
+from internvl_pack.model.attention.ring import joined, seen_parts
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.packed import PackedModel

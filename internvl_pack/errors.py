@@ -21,6 +21,15 @@ class UserError(ValueError):
     """
 
 
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put `where`, an option or a folder, in front of a UserError that is raised inside."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}{error}") from error
+
+
 class SampleError(ValueError):
     """One sample cannot be trained on.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, naming
 from . import internvl_format
 from .internvl_format import Weight, published
 from .weight_files import SHARD_SIZE, LazyWeights, indexed_names, named, write_weights
@@ -147,10 +147,8 @@ def load_internvl_vision(folder: str | Path, dtype: torch.dtype, attn_implementa
 
     content = read_config(folder)
     prefix = "" if content.get("model_type") == internvl_format.VISION_TYPE else "vision_model."
-    try:
+    with naming(f"{folder}: "):
         config = internvl_format.native_vision_config(content.get("vision_config", {}) if prefix else content)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
     stored = LazyWeights(folder, prefix)
     with _without_zero3(), torch.device("meta"):
         shapes = {f"vision_tower.{name}": t for name, t in InternVLVisionModel(config).state_dict().items()}
@@ -256,10 +254,9 @@ def _opened(folder: str | Path, image_token_id: int) -> tuple[Any, LazyWeights, 
     Raises:
         UserError: what the native model cannot compute, or names that are missing, unknown or of another shape.
     """
-    try:
-        config = internvl_format.native_config(read_config(folder), image_token_id)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
+    content = read_config(folder)
+    with naming(f"{folder}: "):
+        config = internvl_format.native_config(content, image_token_id)
     stored, shapes = LazyWeights(folder), _shapes(config)
     plan = internvl_format.weights(shapes, config)
     head = next(name for name, weight in plan.items() if weight.native == (_HEAD,))
@@ -273,10 +270,8 @@ def _opened(folder: str | Path, image_token_id: int) -> tuple[Any, LazyWeights, 
 def _check_plan(
     folder: str | Path, stored: Mapping[str, Tensor], plan: Mapping[str, Weight], shapes: Mapping[str, Tensor]
 ) -> None:
-    try:
+    with naming(f"{folder}: "):
         internvl_format.check_names(stored)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
     if missing := [name for name in plan if name not in stored]:
         raise UserError(f"{folder}: weights that its config.json asks for are missing: {named(missing)}")
     if unknown := [name for name in stored if name not in plan]:

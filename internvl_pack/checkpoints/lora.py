@@ -92,7 +92,7 @@ def peft_config(model: nn.Module, base: str | None) -> Any:
     ranks = {path: layer.r[_NAME] for path, layer in lora_layers(model).items()}
     rank = max(ranks.values())
     others = {path: r for path, r in ranks.items() if r != rank}
-    config = LoraConfig(
+    return LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=0.0,
@@ -103,7 +103,6 @@ def peft_config(model: nn.Module, base: str | None) -> Any:
         base_model_name_or_path=base,
         inference_mode=True,
     )
-    return config
 
 
 def _trained_modules(model: nn.Module, with_lora: set[str]) -> list[str]:
@@ -143,10 +142,7 @@ def save_adapter(model: nn.Module, state_dict: dict[str, Tensor], folder: str | 
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            state[_PREFIX + name.replace(f".{_NAME}.", ".")] = state_dict[name].detach().cpu().contiguous()
+    state = {peft: state_dict[name].detach().cpu().contiguous() for peft, (name, _) in _trained(model).items()}
     save_file(state, folder / ADAPTER_FILE, metadata={"format": "pt", "frozen": _frozen_digest(model, state_dict)})
     try:
         peft_config(model, base).save_pretrained(folder)
@@ -168,11 +164,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     with safe_open(path, framework="pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         digest = (file.metadata() or {}).get("frozen")
-    trained = {
-        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = {name: parameter for name, (_, parameter) in _trained(model).items()}
     odd = sorted(saved.keys() ^ trained.keys())
     odd += sorted(name for name in saved.keys() & trained.keys() if saved[name].shape != trained[name].shape)
     if odd:
@@ -185,6 +177,15 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])
+
+
+def _trained(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+    """(own name, parameter) of what is trained, by its name in a peft file."""
+    return {
+        _PREFIX + name.replace(f".{_NAME}.", "."): (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _frozen_digest(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

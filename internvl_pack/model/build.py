@@ -15,7 +15,7 @@ import torch
 from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internvl_format, is_internvl_format
 from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
-from ..errors import UserError
+from ..errors import UserError, naming
 from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
@@ -146,10 +146,8 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
     parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
     if family == MODEL_TYPE:
         image = image_token_id(tokenizer)
-        try:
+        with naming("--model_name_or_path "):
             return load_internvl_format(local_folder(path), image, dtype, parts)
-        except UserError as error:
-            raise UserError(f"--model_name_or_path {error}") from error
     if family == "internvl":
         return _from_pretrained(InternVLForConditionalGeneration, path, "model_name_or_path", parts, dtype)
     return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
@@ -178,10 +176,8 @@ def _join(
         whole = _from_pretrained(InternVLForConditionalGeneration, vision_path, "vision_path", "sdpa", dtype)
         vision = whole.get_submodule("model.vision_tower")
     elif kind in (VISION_TYPE, MODEL_TYPE):
-        try:
+        with naming("--vision_path "):
             vision = load_internvl_vision(local_folder(vision_path), dtype, "sdpa")
-        except UserError as error:
-            raise UserError(f"--vision_path {error}") from error
     else:
         raise UserError(f"--vision_path {vision_path}: {kind!r} is no vision tower of InternVL")
     language: Any = _from_pretrained(AutoModelForCausalLM, llm_path, "llm_path", implementation, dtype)
@@ -238,14 +234,12 @@ def check_loadable(**paths: str | Path | None) -> None:
     """
     for option, path in paths.items():
         content = config_of(path)
-        try:
+        with naming(f"--{option} {path}: "):
             if option == "model_name_or_path" and is_internvl_format(content):
                 check_internvl_format(content)
             elif option != "vision_path" and "model_type" in content:
                 check_attention(content["model_type"])
                 check_kind(content)
-        except UserError as error:
-            raise UserError(f"--{option} {path}: {error}") from error
 
 
 def _model_type(path: str | Path, option: str) -> str | None:

@@ -15,55 +15,18 @@ from ..errors import UserError
 
 KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
 
-STATEFUL = frozenset(
-    {
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "plamo2",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-    }
-)
-# Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
-OWN_ATTENTION = frozenset(
-    {
-        "big_bird",
-        "bloom",
-        "cpmant",
-        "falcon",
-        "gpt_neo",
-        "gpt_neox_japanese",
-        "mpt",
-        "openai-gpt",
-        "reformer",
-        "rembert",
-        "roformer",
-        "xglm",
-        "xlm",
-        "xlnet",
-    }
-)
+# fmt: off
+STATEFUL = frozenset({
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+})
+#: Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
+OWN_ATTENTION = frozenset({
+    "big_bird", "bloom", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "mpt", "openai-gpt", "reformer",
+    "rembert", "roformer", "xglm", "xlm", "xlnet",
+})
+# fmt: on
 INTERNVL_KINDS = frozenset({"internvl", "internvl_vision"})
 # Keys of config.json by which models that see or hear say so.
 OTHER_SENSES = ("vision_config", "audio_config", "visual", "vision_tower", "mm_vision_tower", "vision_encoder_config")

@@ -44,14 +44,6 @@ class CostModel:
         return sum(self.of(tokens, tiles) for tokens, tiles in segments)
 
     @classmethod
-    def from_size(cls, size: str) -> CostModel:
-        """One of the InternVL3 family's shapes: 1B, 2B, 8B, 14B, 38B, 78B."""
-        if size.upper() not in SIZES:
-            raise UserError(f"model size {size!r} is unknown: use one of {', '.join(SIZES)}, or a config.json")
-        text, vision = SIZES[size.upper()]
-        return cls.from_config({"text_config": text, "vision_config": vision})
-
-    @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CostModel:
         """From a model's `config.json`, in transformers' own layout or InternVL's (`llm_config`).
 
@@ -88,9 +80,14 @@ class CostModel:
 
     @classmethod
     def from_name(cls, name: str) -> CostModel:
-        """A size (`1B`), or the path of a `config.json` or of the folder that holds one."""
+        """One of SIZES, or the path of a `config.json` or of the folder that holds one.
+
+        Raises:
+            UserError: it is neither.
+        """
         if name.upper() in SIZES:
-            return cls.from_size(name)
+            text, vision = SIZES[name.upper()]
+            return cls.from_config({"text_config": text, "vision_config": vision})
         path = Path(name)
         if path.is_dir():
             path = path / "config.json"
@@ -169,7 +166,8 @@ def _vision(width: int, depth: int, inner: int) -> dict[str, int]:
 
 _VIT_300M, _VIT_6B = _vision(1024, 24, 4096), _vision(3200, 45, 12800)
 
-SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {  # language models: Qwen2.5 of 0.5B to 72B
+#: The InternVL3 family's shapes, (language model, vision tower); language models are Qwen2.5 of 0.5B to 72B.
+SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "1B": (_text(896, 24, 4864, 14, 2, 151674), _VIT_300M),
     "2B": (_text(1536, 28, 8960, 12, 2, 151674), _VIT_300M),
     "8B": (_text(3584, 28, 18944, 28, 4, 151674), _VIT_300M),

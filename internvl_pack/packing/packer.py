@@ -74,7 +74,7 @@ class Packer(Generic[Item]):
         self.buffer_size = buffer_size
         self.num_built = 0  # packs
         self._policy = find_policy(policy)
-        self._balance = Balance(budget, cost or CostModel.from_size("1B"))
+        self._balance = Balance(budget, cost or CostModel.from_name("1B"))
         self._items: list[Item] = []
         self._waiting = Waiting([], [], [])
         self._born: list[int] = []  # packs that had been built when each item came

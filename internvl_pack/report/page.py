@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,13 @@ def visible(value: Any) -> Any:
 def marked(value: str) -> Markup:
     """A text for element content: what cannot be seen stands as a small mark, runs of it as one."""
     out: list[str] = []
-    position = 0
-    while position < len(value):
-        c = value[position]
-        if not _hidden(c):
-            out.append(escape(c))
-            position += 1
-            continue
-        stop = position
-        while stop < len(value) and value[stop] == c:
-            stop += 1
-        times = f" &times;{stop - position:,}" if stop - position > 1 else ""
-        out.append(f'<span class="ctl" title="{escape(_name(c))}">U+{ord(c):04X}{times}</span>')
-        position = stop
+    for c, run in groupby(value):
+        count = len(list(run))
+        if _hidden(c):
+            times = f" &times;{count:,}" if count > 1 else ""
+            out.append(f'<span class="ctl" title="{escape(_name(c))}">U+{ord(c):04X}{times}</span>')
+        else:
+            out.append(escape(c * count))
     return Markup("".join(out))
 
 

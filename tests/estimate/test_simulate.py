@@ -18,7 +18,7 @@ from internvl_pack.estimate.suggest import suggest
 from internvl_pack.packing.cost import CostModel
 
 ROOT = Path(__file__).resolve().parents[2]
-COST = CostModel.from_size("1B")
+COST = CostModel.from_name("1B")
 BUDGETS = {(8192, 40): 1.01, (16384, 48): 1.02, (32768, 96): 1.01}  # steps over the bound's
 
 

@@ -25,7 +25,7 @@ from internvl_pack.survey.survey import PART, Part
 from internvl_pack.survey.table import Note
 
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
-COST = CostModel.from_size("1B")
+COST = CostModel.from_name("1B")
 
 
 class Lengths:

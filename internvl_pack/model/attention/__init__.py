@@ -3,7 +3,7 @@
 kernels/          one signature, a file a kernel
 register.py       the choice of the kernel; the function among transformers' attention functions
 compiled_op.py    attention as one operation of a compiled layer, of rows and of tiles
-ulysses.py, ring.py, blocks.py    attention of a row that several ranks share
+ulysses.py, ring.py    attention of a row that several ranks share
 boundaries.py     checks of cu_seqlens
 """
 

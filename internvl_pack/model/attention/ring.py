@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.group import SequenceGroup
-from .blocks import joined
 from .kernels import Kernel, Row
 
 
@@ -96,6 +95,16 @@ class _Ring(torch.autograd.Function):
         assert following is not None, "a group has ranks"
         dk, dv = following.wait().to(kv.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def joined(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: out (n, H, D), float32, overwritten; lse (H, n).
+
+    The weight of the new one is exp(new_lse) / (exp(lse) + exp(new_lse)). A kernel's backward half, given out and lse
+    of all the sets together, gives each set's share of the gradients (kernels/base.py): they add up.
+    """
+    weight = torch.sigmoid(new_lse - lse).t().unsqueeze(-1)
+    return out.lerp_(new_out.float(), weight), torch.logaddexp(lse, new_lse)
 
 
 def seen_parts(step: int, rank: int) -> tuple[tuple[int, int, bool], ...]:

@@ -8,9 +8,8 @@ from helpers.model_samples import relative_error
 from helpers.sequence_groups import cumulative
 
 from internvl_pack.model.attention import Row
-from internvl_pack.model.attention.blocks import joined
 from internvl_pack.model.attention.kernels import sdpa
-from internvl_pack.model.attention.ring import seen_parts
+from internvl_pack.model.attention.ring import joined, seen_parts
 
 
 @pytest.mark.parametrize("size", (2, 3, 5))

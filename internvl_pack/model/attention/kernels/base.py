@@ -60,7 +60,7 @@ class Kernel:
             log-sum-exp of the scores, float32 (Hq, N). None where a compiled layer is to call `run` between two graphs.
         backward: backward(upstream, q, k, v, out, lse, row) -> gradients of q, k and v, in their types or float32. out
             and lse may be those of more keys than the row's: probabilities are then the row's share of them, and the
-            gradients of all rows that made them add up to the exact ones (blocks.py).
+            gradients of all rows that made them add up to the exact ones (ring.py).
         tiles_forward, tiles_backward: the same without causality or boundaries, for the vision tower:
             tiles_forward(q, k, v, scale), each (T, P, H, D), and tiles_backward(upstream, q, k, v, out, logsumexp,
             scale, into), which writes the gradients into the three tensors `into`, if that is not None; None where
