@@ -21,7 +21,7 @@ STATEFUL = frozenset({
     "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
 })
-#: Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
+# Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
 OWN_ATTENTION = frozenset({
     "big_bird", "bloom", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "mpt", "openai-gpt", "reformer",
     "rembert", "roformer", "xglm", "xlm", "xlnet",

@@ -166,7 +166,7 @@ def _vision(width: int, depth: int, inner: int) -> dict[str, int]:
 
 _VIT_300M, _VIT_6B = _vision(1024, 24, 4096), _vision(3200, 45, 12800)
 
-#: The InternVL3 family's shapes, (language model, vision tower); language models are Qwen2.5 of 0.5B to 72B.
+# The InternVL3 family's shapes, (language model, vision tower); language models are Qwen2.5 of 0.5B to 72B.
 SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "1B": (_text(896, 24, 4864, 14, 2, 151674), _VIT_300M),
     "2B": (_text(1536, 28, 8960, 12, 2, 151674), _VIT_300M),
