@@ -124,7 +124,7 @@ def write_weights(
     return written
 
 
-def named(names: list[str], most: int = 4) -> str:
+def named(names: list[str]) -> str:
     """The first of many names, and how many more."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + rest

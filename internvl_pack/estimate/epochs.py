@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -224,26 +224,17 @@ class RunEstimate:
         return sum(map(self.steps, range(whole))) + math.ceil(round((num_epochs - whole) * self.steps(whole), 6))
 
 
-def follow_plan(
-    plan: StepPlan,
-    budget: Budget,
-    cost: CostModel,
-    *,
-    num_ranks: int,
-    policy: str = "subset_sum",
-    progress: Callable[[int], None] | None = None,
-) -> PackingEstimate:
+def follow_plan(plan: StepPlan, budget: Budget, cost: CostModel, *, num_ranks: int, policy: str) -> PackingEstimate:
     """What an epoch's plan makes, step by step to its end.
 
     Args:
         cost: of packs, by which ranks are compared.
-        progress: called with the samples that were read since the last call.
 
     Raises:
         UserError: a sample that must stop the run.
     """
     tally = PackTally(budget)
-    not_full = empty = read = 0
+    not_full = empty = 0
     mean_costs = max_costs = evenness = 0.0
     seconds = -time.thread_time()
     while (step := plan.next_step()) is not None:
@@ -258,9 +249,6 @@ def follow_plan(
             evenness += mean / dearest
         for pack in step.packs:
             tally.add(pack.fragments)
-        if progress:
-            progress(plan.ledger.samples_in - read)
-            read = plan.ledger.samples_in
         seconds -= time.thread_time()
     seconds += time.thread_time()
     ledger = plan.ledger
@@ -370,13 +358,7 @@ class Spread(Mixture):
         self._take(self._taken[:num_positions])
 
 
-def estimate_epochs(
-    dataset: PackedDataset,
-    packs_per_step: int,
-    num_epochs: float,
-    *,
-    progress: Callable[[int], None] | None = None,
-) -> RunEstimate:
+def estimate_epochs(dataset: PackedDataset, packs_per_step: int, num_epochs: float) -> RunEstimate:
     """The steps of a run's epochs.
 
     An epoch is counted by planning it as training will, for as many epochs as can be planned within EXACT_SECONDS,
@@ -388,7 +370,6 @@ def estimate_epochs(
     Args:
         packs_per_step: ranks x accumulation x packs a batch.
         num_epochs: that are asked for.
-        progress: called with the samples that were planned since the last call.
 
     Raises:
         UserError: a sample that must stop the run.
@@ -400,12 +381,12 @@ def estimate_epochs(
     try:
         with local_only():
             if countable:
-                epochs = tuple(_counted(dataset, packs_per_step, epoch, progress) for epoch in range(countable))
+                epochs = tuple(_counted(dataset, packs_per_step, epoch) for epoch in range(countable))
                 return RunEstimate(epochs, exact=countable == wanted)
-            return RunEstimate((_estimated(dataset, packs_per_step, SAMPLES, progress),), exact=False)
+            return RunEstimate((_estimated(dataset, packs_per_step, SAMPLES),), exact=False)
     except RemoteDataError:
         return RunEstimate(
-            (_estimated(dataset, packs_per_step, REMOTE_SAMPLES, progress, remote=True),), exact=False, remote=True
+            (_estimated(dataset, packs_per_step, REMOTE_SAMPLES, remote=True),), exact=False, remote=True
         )
 
 
@@ -421,16 +402,13 @@ def _countable_epochs(dataset: PackedDataset, wanted: int) -> int:
     return max(0, int(seconds * PLANNED_A_SECOND / positions))
 
 
-def _counted(
-    dataset: PackedDataset, packs_per_step: int, epoch: int, progress: Callable[[int], None] | None
-) -> PackingEstimate:
+def _counted(dataset: PackedDataset, packs_per_step: int, epoch: int) -> PackingEstimate:
     return follow_plan(
         dataset.step_plan(epoch, packs_per_step),
         dataset.config.budget(),
         dataset.cost_model,
         num_ranks=dataset.world_size,
         policy=dataset.config.packing_policy,
-        progress=progress,
     )
 
 
@@ -455,12 +433,7 @@ def _written(dataset: PackedDataset, packs_per_step: int, epoch: int) -> Packing
 
 
 def _estimated(
-    dataset: PackedDataset,
-    packs_per_step: int,
-    num_samples: int,
-    progress: Callable[[int], None] | None,
-    *,
-    remote: bool = False,
+    dataset: PackedDataset, packs_per_step: int, num_samples: int, *, remote: bool = False
 ) -> PackingEstimate:
     """An epoch by the packs of some of its positions."""
     mixture = dataset.mixture(0)
@@ -480,7 +453,6 @@ def _estimated(
         dataset.cost_model,
         packs_per_step=packs_per_step,
         num_ranks=dataset.world_size,
-        progress=progress,
     )
 
 
@@ -494,14 +466,12 @@ def estimate_spread(
     packs_per_step: int,
     num_ranks: int,
     stops: bool = True,
-    progress: Callable[[int], None] | None = None,
 ) -> PackingEstimate:
     """An epoch by the packs of the positions in `spread`, scaled up where these are not all of it.
 
     Args:
         survey, sample_id, stops: see `SampleReader`.
         packs_per_step: ranks x accumulation x packs a batch.
-        progress: called with the samples that were planned since the last call.
 
     Raises:
         UserError: a sample that must stop the run.
@@ -510,7 +480,7 @@ def estimate_spread(
     balanced = config.packing and config.shuffle
     plan = StepPlan(packs, packs_per_step, seed=config.seed, epoch=spread.of_epoch, balanced=balanced)
     policy = config.packing_policy if config.packing else "single"
-    seen = follow_plan(plan, config.budget(), cost, num_ranks=num_ranks, policy=policy, progress=progress)
+    seen = follow_plan(plan, config.budget(), cost, num_ranks=num_ranks, policy=policy)
     seen = replace(seen, waits=packs.waits)
     if spread.is_whole:
         return seen

@@ -35,24 +35,20 @@ class IsolationError(UserError):
         self.component = component
 
 
-def check_isolation(
-    model: nn.Module, call: Callable[..., Any] | None = None, device: torch.device | str | None = None
-) -> None:
+def check_isolation(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Raise IsolationError if a segment's outputs depend on its neighbour.
 
     Args:
         model: a PackedModel, or what wraps it (DDP, a DeepSpeed engine); with ZeRO-3 every rank must call.
-        call: what runs a forward pass, if not `model` itself.
         device: where the inputs go, if not where the model's weights are.
     """
     core = _packed_model(model)
-    call = call or model
     training = core.training
     core.eval()
     try:
         # Compiled blocks run uncompiled here: what is recorded inside them would be compiled in.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            _check(core, call, device or core.device)
+            _check(core, model, device or core.device)
     finally:
         core.train(training)
 

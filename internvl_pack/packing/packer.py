@@ -61,12 +61,7 @@ class Packer(Generic[Item]):
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        *,
-        policy: str = "subset_sum",
-        buffer_size: int = 64,
-        cost: CostModel | None = None,
+        self, budget: Budget, *, policy: str = "subset_sum", buffer_size: int = 64, cost: CostModel | None = None
     ) -> None:
         if buffer_size < 1:
             raise UserError(f"max_buffer_size is {buffer_size}: give at least 1 record of look-ahead")
