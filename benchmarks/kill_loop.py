@@ -2,14 +2,16 @@
 
     python benchmarks/kill_loop.py [--kills 60] [--seed 0] [--folder DIR]
 
-CPU, a tiny model, two epochs, a checkpoint every three steps, `save_total_limit 1`. Each start takes other ranks and
-readers, and is killed with SIGKILL, all its processes at once, at one of four kinds of moments: between steps, while a
-checkpoint is written (its folder has no mark yet), while an old one is removed (two folders are there), in the last
-steps of an epoch. Once it has ended before all kills are spent it begins anew, in another folder.
+CPU, a tiny model, two epochs, a checkpoint every three steps, `save_total_limit 1`, every other run with DeepSpeed.
+Each start takes other ranks and readers, and is killed with SIGKILL, all its processes at once, at one of four kinds of
+moments: between steps, while a checkpoint is written (its folder has no mark yet), while an old one is removed (two
+folders are there), in the last steps of an epoch. Once it has ended, or was killed KILLS_A_RUN times, it ends unkilled
+and another begins in another folder.
 
 Checked: no start but the first of a folder begins at step 0, once a checkpoint was marked; every start says what it
 goes on from; steps and ids are those of a run that was not killed. Prints one line a start, JSON at the end; exit code
-1 if a check fails. Some 20 s a kill on two idle cores.
+1 if a check fails. Ranks are forked from this process, which has imported what they need: 5 to 10 s of processor time a
+kill.
 """
 
 from __future__ import annotations
@@ -19,28 +21,38 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from soak import write_data
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+from train import finetune
 from train.checkpoint import PACKING_STATE
 from train.checkpoint_folders import folders_of
+from train.environment import free_port
 from train.sample_log import FOLDER, read_sample_log
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKS_A_STEP = 4
-NUM_SAMPLES = 240
+NUM_SAMPLES = 300
 SAVE_STEPS = 3
+KILLS_A_RUN = 8
 MOMENTS = ("between steps", "while saving", "while an old one is removed", "at an epoch's end")
 SECONDS_A_START = 600.0
+WORDS = ["one", "two", "three", "four", "packs", "rows", "tiles", "tokens", "of", "the", "and", "image", "text"]
 
 
 def main() -> int:
@@ -57,69 +69,77 @@ def main() -> int:
 
 
 def loop(folder: Path, num_kills: int, seed: int) -> int:
-    meta = write_data(folder, NUM_SAMPLES)
-    tokenizer = tiny_tokenizer(conversation_texts(folder / "rows.jsonl"))
-    save_tiny_checkpoint(folder / "model", tokenizer)
-    draw, kills, runs, failures = random.Random(seed), Counter[str](), 0, list[str]()
-    whole = folder / "whole"
-    if code := start(meta, whole, ranks=2, workers=0).wait(timeout=SECONDS_A_START):
-        raise SystemExit(f"the run that is not killed failed ({code}): {log_of(whole).read_text()[-3000:]}")
-    expected = ids_of(whole)
-    while kills.total() < num_kills:
-        out = folder / f"run{runs}"
-        runs += 1
-        failures += killed_run(meta, out, expected, draw, kills, num_kills)
-    found = {"kills": dict(kills), "runs": runs, "steps": len(expected), "failures": failures}
-    print(json.dumps(found))
+    begun = time.monotonic()
+    meta = write_data(folder)
+    Ranks([lambda: write_model(folder)], folder / "model.log").wait()
+    import_all()
+    draw, kills, starts, failures = random.Random(seed), Counter[str](), [0], list[str]()
+    expected = {}
+    for deepspeed in (True, False):
+        whole = folder / f"whole{int(deepspeed)}"
+        if code := start(meta, whole, 2, 0, deepspeed).wait():
+            raise SystemExit(f"the run that is not killed failed ({code}): {log_of(whole).read_text()[-3000:]}")
+        expected[deepspeed] = ids_of(whole)
+    assert expected[True] == expected[False], "DeepSpeed has no part in the order"
+    runs = 0
+    while kills.total() < num_kills and not failures:
+        kills_here = min(KILLS_A_RUN, num_kills - kills.total())
+        out, runs = folder / f"run{runs}", runs + 1
+        failures += killed_run(meta, out, expected[True], draw, kills, kills_here, starts, deepspeed=runs % 2 == 1)
+    found = {"kills": dict(kills), "runs": runs, "starts": starts[0], "steps": len(expected[True])}
+    print(json.dumps(found | {"seconds": round(time.monotonic() - begun), "failures": failures}))
     return int(bool(failures))
 
 
 def killed_run(
-    meta: Path, out: Path, expected: dict[int, Any], draw: random.Random, kills: Counter[str], num_kills: int
+    meta: Path,
+    out: Path,
+    expected: dict[int, Any],
+    draw: random.Random,
+    kills: Counter[str],
+    num_kills: int,
+    starts: list[int],
+    *,
+    deepspeed: bool,
 ) -> list[str]:
-    """One run from its first step to its end, killed on the way; what was wrong with it."""
-    failures = []
+    """One run from its first step to its end, killed up to `num_kills` times on the way; what was wrong with it."""
+    last = kills.total() + num_kills
     while True:
         marked = [path.name for path in folders_of(out) if (path / PACKING_STATE).is_file()]
         ranks, workers = draw.choice(((1, 0), (1, 2), (2, 0), (2, 1), (4, 0)))
-        moment = draw.choice(MOMENTS) if kills.total() < num_kills else "never"
+        moment = draw.choice(MOMENTS) if kills.total() < last else "never"
         written = log_of(out).stat().st_size if log_of(out).exists() else 0
-        run = start(meta, out, ranks, workers)
+        run = start(meta, out, ranks, workers, deepspeed)
+        starts[0] += 1
         died = kill_at(run, out, moment, draw, max(expected))
         with open(log_of(out), "rb") as log:
             log.seek(written)
-            told = log.read().decode(errors="replace")
+            said = log.read().decode(errors="replace")
+        going_on = "resume: going on from" in said
         print(
-            f"{out.name}: {ranks} ranks, {workers} readers, {moment}: {'killed' if died else run.returncode}",
+            f"{out.name}: {ranks} ranks, {workers} readers, {moment}: {'killed' if died else run.code} at step "
+            f"{last_step(out)}, began from {marked or 'nothing'}",
             flush=True,
         )
-        if marked and "resume: going on from" not in told and steps_of(out, told):
-            failures.append(f"{out.name}: did not go on from {marked}")
+        if marked and not going_on and "optimizer steps in" in said:
+            return [f"{out.name}: did not go on from {marked}"]
         if died:
             kills[moment] += 1
             continue
-        if run.returncode:
-            failures.append(f"{out.name}: exit code {run.returncode}: {told[-1500:]}")
-            return failures
+        if run.code:
+            return [f"{out.name}: exit code {run.code}: {said[-3000:]}"]
         found = ids_of(out)
         wrong = [step for step in sorted({*found, *expected}) if found.get(step) != expected.get(step)]
-        if wrong:
-            failures.append(f"{out.name}: other samples in steps {wrong[:10]}")
-        return failures
+        return [f"{out.name}: other samples in steps {wrong[:10]}"] if wrong else []
 
 
-def steps_of(out: Path, told: str) -> bool:
-    """Whether this start came as far as training."""
-    return "optimizer steps in" in told and last_step(out) > 0
-
-
-def kill_at(run: subprocess.Popen, out: Path, moment: str, draw: random.Random, num_steps: int) -> bool:
+def kill_at(run: Ranks, out: Path, moment: str, draw: random.Random, num_steps: int) -> bool:
     """Kill a run and all its processes at a moment; False where it ended before."""
     first, more = last_step(out), draw.randint(1, 2 * SAVE_STEPS)
     per_epoch = num_steps // 2
     known = {path.name for path in folders_of(out)}
     deadline = time.monotonic() + SECONDS_A_START
-    while run.poll() is None and time.monotonic() < deadline:
+    while run.is_alive() and time.monotonic() < deadline:
         step, folders = last_step(out), folders_of(out)
         begun = [path for path in folders if path.name not in known]
         if (
@@ -129,30 +149,94 @@ def kill_at(run: subprocess.Popen, out: Path, moment: str, draw: random.Random, 
             or (moment == "at an epoch's end" and step > first and per_epoch - step % per_epoch <= 1)
         ):
             time.sleep(draw.choice((0.0, 0.0, draw.uniform(0, 0.05), draw.uniform(0, 0.5))))
-            return kill_family(run)
+            return run.kill()
         time.sleep(0.002)
-    if run.poll() is None:
-        kill_family(run)
+    if run.is_alive():
+        run.kill()
         raise SystemExit(f"{out.name}: no end and no moment to kill it at: {log_of(out).read_text()[-3000:]}")
     return False
 
 
-def kill_family(run: subprocess.Popen) -> bool:
-    """SIGKILL for the launcher and all that descend from it; whether it was still alive."""
+class Ranks:
+    """Processes forked from this one, that run a function each and write into one log.
+
+    Attributes:
+        code: the first exit code that is not 0, once all have ended.
+    """
+
+    def __init__(self, functions: list[Callable[[], Any]], log: Path) -> None:
+        self.code = 0
+        self._alive = {_forked(function, log) for function in functions}
+
+    def is_alive(self) -> bool:
+        """Whether a process runs; after one that failed the others are ended, as a launcher does."""
+        for pid in list(self._alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._alive.remove(pid)
+                self.code = self.code or os.waitstatus_to_exitcode(status)
+        if self.code and self._alive:
+            time.sleep(5)
+            self.kill()
+        return bool(self._alive)
+
+    def wait(self) -> int:
+        deadline = time.monotonic() + SECONDS_A_START
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                self.kill()
+                return 1
+            time.sleep(0.05)
+        return self.code
+
+    def kill(self) -> bool:
+        """SIGKILL for all and what descends from them; whether one was still alive."""
+        family = []
+        for pid in self._alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                family += [process, *process.children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._alive]
+        psutil.wait_procs(family, timeout=30)
+        self._alive.clear()
+        return any(codes)
+
+
+def _forked(function: Callable[[], Any], log: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
     try:
-        children = psutil.Process(run.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        children = []
-    run.kill()
-    for process in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(children, timeout=30)
-    return run.wait() != 0
+        os.setsid()
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        code = function() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def start(meta: Path, out: Path, ranks: int, workers: int) -> subprocess.Popen:
-    """train/finetune.py under torchrun: the same steps on any number of ranks and readers."""
+def import_all() -> None:
+    """What a rank imports, once."""
+    import deepspeed  # noqa: F401
+    import transformers.integrations.deepspeed
+    import transformers.models.internvl.modeling_internvl
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import train.options
+    import train.trainer  # noqa: F401
+
+
+def start(meta: Path, out: Path, ranks: int, workers: int, deepspeed: bool) -> Ranks:
+    """train/finetune.py on some ranks: the same steps on any number of ranks and readers."""
     options = {
         "model_name_or_path": meta.parent / "model",
         "meta_path": meta,
@@ -160,9 +244,8 @@ def start(meta: Path, out: Path, ranks: int, workers: int) -> subprocess.Popen:
         "force_image_size": 56,
         "dynamic_image_size": True,
         "use_packed_ds": True,
-        "max_packed_tokens": 520,
+        "max_packed_tokens": 180,
         "num_images_expected": 24,
-        "num_lanes": 8,
         "gradient_accumulation_steps": PACKS_A_STEP // ranks,
         "dataloader_num_workers": workers,
         "num_train_epochs": 2,
@@ -175,16 +258,48 @@ def start(meta: Path, out: Path, ranks: int, workers: int) -> subprocess.Popen:
         "log_sample_ids": True,
         "check_isolation": False,
         "grad_checkpoint": False,
-        "deepspeed": "zero_stage1",
         "report_to": "none",
         "use_cpu": True,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "train" / "finetune.py")]
-    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = open(log_of(out), "ab")  # noqa: SIM115
-    return subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    if deepspeed:
+        options["deepspeed"] = "zero_stage1"
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    port = free_port()
+
+    def run_rank(rank: int) -> int:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return finetune.main(words)
+
+    return Ranks([lambda rank=rank: run_rank(rank) for rank in range(ranks)], log_of(out))
+
+
+def write_data(folder: Path) -> Path:
+    """A meta file over short rows of text, a third of them with one of a few images, some of several packs."""
+    from PIL import Image
+
+    draw = random.Random(0)
+    for number in range(8):
+        size = draw.choice(((56, 56), (112, 56), (56, 168)))
+        Image.new("RGB", size, (30 * number, 255 - number, 90)).save(folder / f"{number}.png")
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
+        for number in range(NUM_SAMPLES):
+            record: dict[str, Any] = {"id": number, "system": "Be brief.", "conversations": []}
+            for turn in range(10 if number % 40 == 7 else 1):
+                question = " ".join(draw.choices(WORDS, k=draw.randint(1, 5)))
+                if number % 3 == 0 and turn == 0:
+                    record["image"] = f"{draw.randrange(8)}.png"
+                    question = f"<image>\n{question}"
+                answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+                record["conversations"] += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            lines.write(json.dumps(record) + "\n")
+    meta = folder / "meta.json"
+    meta.write_text(json.dumps({"rows": {"root": str(folder), "annotation": "rows.jsonl"}}))
+    return meta
+
+
+def write_model(folder: Path) -> None:
+    save_tiny_checkpoint(folder / "model", tiny_tokenizer(conversation_texts(folder / "rows.jsonl")))
 
 
 def log_of(out: Path) -> Path:

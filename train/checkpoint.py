@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def make_universal(checkpoint: Path) -> None:
     universal = shards.with_name(f"{shards.name}_universal")
     if (checkpoint / "latest_universal").is_file() and universal.is_dir():
         return
+    (checkpoint / "latest_universal").unlink(missing_ok=True)
+    shutil.rmtree(universal, ignore_errors=True)  # half of it, of a conversion that was killed
     logger.warning("resume: converting %s to DeepSpeed's universal format, once", shards)
     # A process of its own: the converter is a program, and must not meet this run's process group.
     launched_by = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

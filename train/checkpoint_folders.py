@@ -155,6 +155,12 @@ def unmark(folder: Path) -> None:
         _sync(folder)
 
 
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, complete or not, its mark first; nothing happens where there is none."""
+    unmark(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def mark(folder: Path, state: Mapping[str, Any]) -> None:
     """Declare a checkpoint complete: sync all its files, then write the mark, itself synced before it has its name.
 
@@ -202,8 +208,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Path | None = None) 
         kept.add(keep.resolve())
     too_many = len(found) - max(limit, len(kept))
     for each in [each for each in found if each.folder.resolve() not in kept][: max(0, too_many)]:
-        unmark(each.folder)
-        shutil.rmtree(each.folder, ignore_errors=True)
+        remove(each.folder)
 
 
 def _written(checkpoint: Checkpoint) -> float:

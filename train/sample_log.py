@@ -10,6 +10,7 @@ checkpoint, of all ranks that there were.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ class SampleLog(TrainerCallback):
         if self.trainer.ranks.is_first:
             for path in self.path.parent.glob("rank*.jsonl"):
                 kept = [entry for entry in _entries(path) if entry["step"] <= state.global_step]
-                path.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in kept), encoding="utf-8")
+                beside = path.with_suffix(".part")
+                beside.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in kept), encoding="utf-8")
+                os.replace(beside, path)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.trainer.ranks.leads:

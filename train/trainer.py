@@ -382,8 +382,9 @@ class PackTrainer(StepTrainer):
         try:
             with checkpoint_folders.writing_to(folder):
                 if self.args.should_save:
-                    checkpoint_folders.unmark(folder)
-                self.wait_for_all()  # no rank overwrites a part of a folder that looks complete
+                    # What a killed run left there, perhaps on more ranks, would be read with what is written now.
+                    checkpoint_folders.remove(folder)
+                self.wait_for_all()
                 super()._save_checkpoint(model, trial)
                 if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
                     self._mark(folder)

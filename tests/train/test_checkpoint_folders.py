@@ -15,7 +15,7 @@ import pytest
 from internvl_pack.errors import UserError
 from train import checkpoint_folders
 from train.checkpoint import PACKING_STATE, load_packing_state
-from train.checkpoint_folders import find, folders_of, inspect, mark, overruled, rotate, unmark, writing_to
+from train.checkpoint_folders import find, folders_of, inspect, mark, overruled, remove, rotate, writing_to
 
 STATE = {"version": 3, "epoch": 0, "options": {"seed": 42}, "plan": None, "losses": {}}
 
@@ -178,7 +178,8 @@ def test_at_every_moment_of_saving_and_rotation_there_is_one_to_go_on_from(tmp_p
                 else:  # what a run does that went on from 2 after 3 was written
                     checkpoint_folders.rotate(tmp_path, 2)
                     if len(folders_of(tmp_path)) > 1:
-                        unmark(folder)
+                        remove(folder)
+                        checkpoint(tmp_path, step, state=None)
                 mark(folder, STATE)
                 rotate(tmp_path, 2 if step == 2 else 1)
         except Killed:
@@ -187,6 +188,15 @@ def test_at_every_moment_of_saving_and_rotation_there_is_one_to_go_on_from(tmp_p
     assert found is not None and inspect(found).damage == ""
     if not died:
         assert found.name == "checkpoint-3"
+
+
+def test_a_folder_that_is_written_again_keeps_nothing_of_the_run_before(tmp_path):
+    """A run on four ranks was killed before the mark, one rank writes the step again: three shards would be left."""
+    folder = checkpoint(tmp_path, 6, state=None)
+    (folder / "global_step1" / "rank_3.pt").write_bytes(b"")
+    remove(folder)
+    remove(folder)
+    assert not folder.exists()
 
 
 # --- writing

@@ -42,6 +42,8 @@ def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tm
     history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert [line["step"] for line in history if "loss" in line] == [1, 2]
     capsys.readouterr()
+    (tmp_path / "checkpoint-1" / "of_another_rank.pt").touch()
     assert train(*options, "--max_steps", "1", "--overwrite_output_dir", "True") == 0
+    assert not (tmp_path / "checkpoint-1" / "of_another_rank.pt").exists(), "no file of another run among this one's"
     assert "going on from" not in printed(capsys)
     assert summary_of(tmp_path)["steps"] == 1
