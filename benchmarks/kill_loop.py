@@ -39,7 +39,7 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+from internvl_pack.testing.tiny import WORDS, conversation_texts, save_tiny_checkpoint, tiny_tokenizer
 from train import finetune
 from train.checkpoint import PACKING_STATE
 from train.checkpoint_folders import folders_of
@@ -52,7 +52,6 @@ SAVE_STEPS = 3
 KILLS_A_RUN = 8
 MOMENTS = ("between steps", "while saving", "while an old one is removed", "at an epoch's end")
 SECONDS_A_START = 600.0
-WORDS = ["one", "two", "three", "four", "packs", "rows", "tiles", "tokens", "of", "the", "and", "image", "text"]
 
 
 def main() -> int:

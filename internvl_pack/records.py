@@ -50,6 +50,10 @@ class Fragment(NamedTuple):
     `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context.
     `num_context_tokens` is 1 where the cut falls inside a run of text: the token before the cut is
     repeated, unsupervised, so that the first token's target has something to be predicted from.
+
+    A part of a sample (`count` above 1) lies in the sample's spans [span_start, span_stop), which have `span_tokens`
+    tokens, `span_offset` of them before the part's own: enough to encode it without the rest of the sample.
+    `num_loss_tokens` are the supervised ones of the whole sample, which weigh its tokens in the loss.
     """
 
     position: int
@@ -61,6 +65,11 @@ class Fragment(NamedTuple):
     tile_stop: int
     num_prefix_tokens: int = 0
     num_context_tokens: int = 0
+    span_start: int = 0
+    span_stop: int = 0
+    span_offset: int = 0
+    span_tokens: int = 0
+    num_loss_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .encode.sample import EncodeConfig, Encoded, Encoder
-from .errors import SampleError, UserError
+from .encode.sample import EncodeConfig, Encoded, Encoder, Outline
+from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart
+from .records import Fragment
 from .sources import DatasetSpec, Source, load_meta, open_source
 
 if TYPE_CHECKING:
@@ -90,6 +91,16 @@ class Samples:
             SampleError: whatever goes wrong with it.
         """
         return self.encoder.load(self.sources[dataset], row, self.specs[dataset])
+
+    def outline(self, dataset: int, row: int) -> Outline:
+        """Read a row for `encode_part`. Raises SampleError, whatever goes wrong with it."""
+        with isolate_sample_errors(source=partial(self.sources[dataset].origin, row)):
+            return self.encoder.outline(self.sources[dataset].read(row), self.specs[dataset])
+
+    def encode_part(self, outline: Outline, fragment: Fragment) -> Encoded:
+        """Encode a part of a sample. Raises SampleError, whatever goes wrong with it."""
+        with isolate_sample_errors(source=lambda: outline.raw.origin):
+            return self.encoder.encode_part(outline, fragment)
 
     def sample_id(self, dataset: int, row: int) -> str:
         return self.sources[dataset].sample_id(row)

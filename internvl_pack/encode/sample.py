@@ -1,19 +1,22 @@
 """One raw sample to token ids, labels and planned images, without decoding a pixel.
 
-raw record -> turns (conversation.py) -> parts (chat.py) -> ids and labels (text.py)
-           -> image headers (images.py) -> grids (tiles.py) -> image blocks
+raw record -> turns (conversation.py) -> parts (chat.py) -> outline -> ids and labels (text.py)
+                                                                   -> image headers (images.py) -> grids (tiles.py)
+
+An outline costs little. Of a sample that was cut into many rows, only the spans of one row are encoded from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SampleError, UserError, isolate_sample_errors
-from ..records import Record, Span
+from ..records import Fragment, Record, Span
 from .augment import recompress
 from .chat import Part, PlainText, single_token, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
@@ -127,6 +130,7 @@ class Encoded:
     labels: (n,) int32, -100 where untrained, not shifted.
     images: in the order of their blocks; of a video its frames.
     data_augment: re-compress the tiles when they are decoded.
+    first_tile: the first tile's place in the sample; not 0 in parts of one.
     """
 
     record: Record
@@ -134,6 +138,69 @@ class Encoded:
     labels: np.ndarray
     images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...] = ()
     data_augment: bool = False
+    first_tile: int = 0
+
+
+class SpanParts(NamedTuple):
+    """What a `Span` is made of: an image, or text and fixed tokens; of ends of turns that of the system turn."""
+
+    parts: tuple[Part, ...]
+    ends_turn: bool = False
+
+    @property
+    def is_image(self) -> bool:
+        return self.parts[0].kind == "image"
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A sample before its texts are tokenized and its images' headers are read.
+
+    names: of its images, frames: of its video; one for each span that is an image.
+    """
+
+    raw: RawSample
+    spans: tuple[SpanParts, ...]
+    names: list[str]
+    frames: tuple[PlannedFrame, ...]
+    max_dynamic_patch: int
+    data_augment: bool
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of its texts."""
+        return sum(len(str(part.value)) for span in self.spans for part in span.parts if part.kind == "text")
+
+    @property
+    def num_system_spans(self) -> int:
+        """The first spans, up to the one in which the system turn ends."""
+        ends = (at for at, span in enumerate(self.spans, 1) for part in span.parts if part.kind == "end")
+        return next(ends, 0)
+
+
+def spans_of(parts: Sequence[Part]) -> Iterator[SpanParts]:
+    """The parts of a conversation, cut where a sample may be: around images, and at ends of turns.
+
+    A cut before an answer would part it from its question, so that a turn before an answer has no border.
+    """
+    current: list[Part] = []
+    following = iter([*[part.value for part in parts if part.kind == "end"][1:], None])
+    for part in parts:
+        if part.kind == "end":
+            if part.value == "system" and current:
+                current.append(part)
+            if next(following) != "gpt" and current:
+                yield SpanParts(tuple(current), ends_turn=True)
+                current = []
+        elif part.kind == "image":
+            if current:
+                yield SpanParts(tuple(current))
+                current = []
+            yield SpanParts((part,))
+        elif isinstance(part.value, str | np.ndarray) and len(part.value):
+            current.append(part)
+    if current:
+        yield SpanParts(tuple(current))
 
 
 class Encoder:
@@ -192,6 +259,38 @@ class Encoder:
             return self._encode(raw, spec)
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
+        outline = self.outline(raw, spec)
+        return self._assemble(outline, 0, len(outline.spans))
+
+    def encode_part(self, outline: Outline, fragment: Fragment) -> Encoded:
+        """A part of a sample that was cut, from the spans that it lies in; what comes twice is not trained again.
+
+        Its record counts the part's tokens and tiles, and the supervised tokens of the whole sample.
+
+        Raises SampleError: what a sample's encoding raises, and `changed_since_survey` where the spans are not those
+        that were measured.
+        """
+        part = self._assemble(outline, fragment.span_start, fragment.span_stop)
+        found = (part.record.num_tokens, part.record.num_tiles)
+        begin = fragment.span_offset - fragment.num_context_tokens
+        ids = part.input_ids[begin : fragment.span_offset + fragment.token_stop - fragment.token_start]
+        labels = part.labels[begin : begin + len(ids)].copy()
+        labels[: fragment.num_context_tokens] = IGNORE
+        if fragment.num_prefix_tokens:
+            prefix = self._assemble(outline, 0, outline.num_system_spans)
+            ids = np.concatenate([prefix.input_ids[: prefix.record.num_system_tokens], ids])
+            labels = np.concatenate([np.full(len(ids) - len(labels), IGNORE, dtype=labels.dtype), labels])
+        if found != (fragment.span_tokens, fragment.num_tiles) or len(ids) != fragment.num_tokens:
+            raise SampleError(
+                "changed_since_survey",
+                f"its part {fragment.index + 1} of {fragment.count} lies in {found[0]:,} tokens and {found[1]:,} tiles "
+                f"now, and was surveyed in {fragment.span_tokens:,} tokens and {fragment.num_tiles:,} tiles",
+            )
+        record = Record(outline.raw.sample_id, len(ids), part.record.num_tiles, fragment.num_loss_tokens)
+        return Encoded(record, ids, labels, part.images, outline.data_augment, first_tile=fragment.tile_start)
+
+    def outline(self, raw: RawSample, spec: DatasetSpec) -> Outline:
+        """What a sample is made of: its turns in the chat format, cut where it may be. Raises SampleError."""
         refuse_fields(raw.data)
         turns = turns_of(raw.data, self._roles)
         flags = trained_answers(raw.data, turns)
@@ -207,17 +306,16 @@ class Encoder:
             parts = without_answers(parts, flags)
         if not any(part.trained for part in parts):
             raise SampleError("no_trained_token", "no answer with text in it, so there is nothing to train on")
-        images = frames or self._plan_images(raw, names, spec.max_dynamic_patch or self.config.max_dynamic_patch)
-        texts = [part.value for part in parts if part.kind == "text" and isinstance(part.value, str)]
-        ids, counts = self._text.encode(texts)
-        return self._assemble(raw.sample_id, parts, ids, counts, images, bool(spec.data_augment))
+        max_tiles = spec.max_dynamic_patch or self.config.max_dynamic_patch
+        return Outline(raw, tuple(spans_of(parts)), names, frames, max_tiles, bool(spec.data_augment))
 
-    def _plan_images(self, raw: RawSample, names: list[str], max_dynamic_patch: int) -> tuple[PlannedImage, ...]:
+    def _plan_images(self, outline: Outline, start: int, stop: int) -> tuple[PlannedImage, ...]:
+        """Images [start, stop) of a sample, by their headers."""
         config = self.config
-        max_tiles = max_tiles_per_image(max_dynamic_patch, len(names))
+        max_tiles = max_tiles_per_image(outline.max_dynamic_patch, len(outline.names))
         images = []
-        for name in names:
-            ref = raw.resolve(name)
+        for name in outline.names[start:stop]:
+            ref = outline.raw.resolve(name)
             size = image_size_of(ref, self._rules)
             grid = ONE_TILE
             if config.dynamic_image_size:
@@ -237,66 +335,56 @@ class Encoder:
         count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
         return tuple(PlannedFrame(ref, part, number, count) for number in range(count))
 
-    def _assemble(
-        self,
-        sample_id: str,
-        parts: list[Part],
-        text_ids: np.ndarray,
-        counts: list[int],
-        images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...],
-        data_augment: bool,
-    ) -> Encoded:
-        """Lay the parts out in one row, and note where it may be cut."""
-        runs: list[np.ndarray] = []
+    def _assemble(self, outline: Outline, start: int, stop: int) -> Encoded:
+        """Encode spans [start, stop) of a sample and lay them out in one row."""
+        chosen = outline.spans[start:stop]
+        first = sum(span.is_image for span in outline.spans[:start])
+        last = first + sum(span.is_image for span in chosen)
+        images = outline.frames[first:last] or self._plan_images(outline, first, last)
+        text_ids, counts = self._text.encode(
+            [str(part.value) for span in chosen for part in span.parts if part.kind == "text"]
+        )
+        runs: list[np.ndarray] = [np.empty(0, np.int32)]
         trained: list[tuple[int, int]] = []
         spans: list[Span] = []
-        length = span_start = text_start = num_system_tokens = 0
-        next_text = iter(counts)
-        next_grid = iter([image.grid for image in images])
-        following = iter([*[part.value for part in parts if part.kind == "end"][1:], None])
-        for kind, value, is_trained in parts:
-            if kind == "end":
-                # A cut before an answer would part it from its question: no border for the splitter.
-                if next(following) != "gpt" and length > span_start:
-                    spans.append(Span(length - span_start, ends_turn=True))
-                    span_start = length
-                if value == "system" and not num_system_tokens:
-                    num_system_tokens = length
-                continue
-            if kind == "image":
-                if length > span_start:
-                    spans.append(Span(length - span_start))
-                grid = next(next_grid)
-                block = np.full(grid.num_tiles * self.config.tokens_per_tile + 2, self.image_context_id, dtype=np.int32)
-                block[0], block[-1] = self.image_start_id, self.image_end_id
-                spans.append(Span(len(block), grid.num_tiles))
-                span_start = length + len(block)
-            elif kind == "text":
-                text_stop = text_start + next(next_text)
-                block = text_ids[text_start:text_stop]
-                text_start = text_stop
-            else:
-                assert isinstance(value, np.ndarray)
-                block = value
-            if is_trained:
-                trained.append((length, length + len(block)))
-            runs.append(block)
-            length += len(block)
-        if length > span_start:
-            spans.append(Span(length - span_start))
+        length = text_start = num_system_tokens = 0
+        next_text, next_grid = iter(counts), iter([image.grid for image in images])
+        for span in chosen:
+            span_start, num_tiles = length, 0
+            for kind, value, is_trained in span.parts:
+                if kind == "end":
+                    num_system_tokens = num_system_tokens or length
+                    continue
+                if kind == "image":
+                    num_tiles = next(next_grid).num_tiles
+                    size = num_tiles * self.config.tokens_per_tile + 2
+                    block = np.full(size, self.image_context_id, dtype=np.int32)
+                    block[0], block[-1] = self.image_start_id, self.image_end_id
+                elif kind == "text":
+                    text_stop = text_start + next(next_text)
+                    block = text_ids[text_start:text_stop]
+                    text_start = text_stop
+                else:
+                    assert isinstance(value, np.ndarray)
+                    block = value
+                if is_trained:
+                    trained.append((length, length + len(block)))
+                runs.append(block)
+                length += len(block)
+            spans.append(Span(length - span_start, num_tiles, span.ends_turn))
         input_ids = np.concatenate(runs)
         labels = np.full(length, IGNORE, dtype=np.int32)
-        for start, stop in trained:
-            labels[start:stop] = input_ids[start:stop]
+        for begin, end in trained:
+            labels[begin:end] = input_ids[begin:end]
         record = Record(
-            sample_id=sample_id,
+            sample_id=outline.raw.sample_id,
             num_tokens=length,
             num_tiles=sum(image.grid.num_tiles for image in images),
-            num_loss_tokens=sum(stop - start for start, stop in trained),
+            num_loss_tokens=sum(end - begin for begin, end in trained),
             spans=tuple(spans),
             num_system_tokens=num_system_tokens,
         )
-        return Encoded(record, input_ids, labels, images, data_augment)
+        return Encoded(record, input_ids, labels, images, outline.data_augment)
 
     def decode(
         self,
@@ -340,7 +428,7 @@ class Encoder:
                 decode_frames(frames, sample_id, epoch, tiles, self._rules.max_image_pixels)
         if encoded.data_augment:
             with isolate_sample_errors(f"data_augment of {sample_id}"):
-                recompress(tiles, sample_id, epoch, tile_start)
+                recompress(tiles, sample_id, epoch, encoded.first_tile + tile_start)
         return tiles
 
     def check_pixels(self, encoded: Encoded) -> None:

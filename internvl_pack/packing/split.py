@@ -115,6 +115,8 @@ def _fragments(
             layout.tiles_before(stop),
             num_prefix_tokens=prefix if index else 0,
             num_context_tokens=context if start and layout.inside_text(start) else 0,
+            **layout.spans_of(start, stop),
+            num_loss_tokens=record.num_loss_tokens,
         )
         for index, (start, stop) in enumerate(pairwise(cuts))
     ]
@@ -157,6 +159,12 @@ class _Layout:
         """Tiles of the images that begin before `token`, which lies at a permitted cut."""
         span = self._span_at(token)
         return self.tiles[span + 1] if token == self.starts[span + 1] else self.tiles[span]
+
+    def spans_of(self, start: int, stop: int) -> dict[str, int]:
+        """Which spans hold the tokens [start, stop), as `Fragment` has it."""
+        first, last = self._span_at(start), self._span_at(stop - 1) + 1
+        offset, tokens = start - self.starts[first], self.starts[last] - self.starts[first]
+        return {"span_start": first, "span_stop": last, "span_offset": offset, "span_tokens": tokens}
 
     def inside_text(self, token: int) -> bool:
         """Whether a cut at `token` parts a run of text, whose next token may be a supervised target."""

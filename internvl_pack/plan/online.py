@@ -17,7 +17,7 @@ from ..ledger import Ledger
 from ..order.mixture import Mixture
 from ..packing.cost import CostModel
 from ..packing.packer import Packer
-from ..records import Fragment, Record, whole
+from ..records import Fragment, whole
 from ..survey.survey import PART, Part
 from .packed_state import fragment_table, fragments_of
 from .sequence import PlannedPack, Refused
@@ -92,13 +92,8 @@ class SampleReader:
                 raise SampleError("sample_empty", "the sample has no tokens")
             if note.error is not None:
                 raise SampleError(*note.error)
-            record = Record(
-                self._sample_id(int(part.datasets[place]), int(part.rows[place])),
-                int(part.tokens[place]),
-                int(part.tiles[place]),
-                spans=note.spans,
-                num_system_tokens=note.num_system_tokens,
-            )
+            name = self._sample_id(int(part.datasets[place]), int(part.rows[place]))
+            record = note.record(name, int(part.tokens[place]), int(part.tiles[place]))
             return self._config.cut(record, position, self._budget)
         except SampleError as error:
             self._refuse(position, int(part.datasets[place]), int(part.rows[place]), error)

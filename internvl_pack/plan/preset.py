@@ -36,7 +36,7 @@ from .pack_file import PackRows, parquet
 from .packed_state import fragments_of
 from .sequence import PlannedPack, Refused
 
-VERSION = 2
+VERSION = 3
 PRESET, PACKS, REFUSED = "preset.json", "packs.parquet", "refused.parquet"
 PACKS_PER_GROUP = 256
 

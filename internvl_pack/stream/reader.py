@@ -17,7 +17,8 @@ from ..batch.loss_weights import IGNORE_INDEX
 from ..batch.row import PackRow, Segment
 from ..config import PackingConfig
 from ..encode.images import tiles_over
-from ..encode.sample import Encoded
+from ..encode.sample import Encoded, Outline, PlannedImage
+from ..encode.video import PlannedFrame
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..order.mixture import Mixture
 from ..plan.groups import Step, StepPlan, deal
@@ -27,7 +28,7 @@ from ..records import Fragment
 from ..samples import Samples
 from .buffers import TileBuffers
 
-_KEPT_SPLIT_SAMPLES = 4  # encoded samples of several fragments that a reader keeps for the fragments to come
+_KEPT_CHARACTERS = 16 << 20  # of samples of several fragments that a reader keeps for the fragments to come
 
 _buffers = TileBuffers()
 
@@ -98,13 +99,11 @@ class SampleSegments:
     def __init__(self, samples: Samples, config: PackingConfig, mixture: Mixture, epoch: int) -> None:
         self._samples, self._config, self._mixture, self._epoch = samples, config, mixture, epoch
         self._budget = config.budget()
-        self._split: OrderedDict[int, tuple[Encoded, frozenset[Fragment]]] = OrderedDict()  # by position
+        self._split: OrderedDict[int, tuple[Outline, int]] = OrderedDict()  # by position, with its characters
 
     def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
         encoded = self.encoded(fragment)
-        tiles = self._samples.encoder.decode(
-            encoded, fragment.tile_start, fragment.tile_stop, epoch=self._epoch, out=out
-        )
+        tiles = self._samples.encoder.decode(encoded, 0, fragment.num_tiles, epoch=self._epoch, out=out)
         return make_segment(encoded, fragment, tiles)
 
     def name(self, fragment: Fragment) -> str:
@@ -117,34 +116,38 @@ class SampleSegments:
         return self._samples.origin(*self._mixture.locate(fragment.position))
 
     def encoded(self, fragment: Fragment) -> Encoded:
-        """The fragment's sample.
+        """The fragment, as its sample was surveyed.
 
         Raises:
-            SampleError: it cannot be read, or differs from what the survey measured.
+            SampleError: its sample cannot be read, or differs from what the survey measured.
         """
         position = fragment.position
-        kept = self._split.pop(position, None)
-        if kept is None:
-            encoded = self._samples.encode(*self._mixture.locate(position))
-            record = encoded.record
-            size = (record.num_tokens, record.num_tiles)
-            if fragment.count == 1 and (fragment.token_stop, fragment.tile_stop) == size:
-                return encoded
-            kept = encoded, frozenset(self._config.cut(record, position, self._budget))
-        encoded, fragments = kept
         if fragment.count > 1:
-            self._split[position] = kept
-            while len(self._split) > _KEPT_SPLIT_SAMPLES:
-                self._split.popitem(last=False)
-        if fragment not in fragments:
-            record = encoded.record
+            return self._samples.encode_part(self._outline(position), fragment)
+        encoded = self._samples.encode(*self._mixture.locate(position))
+        record = encoded.record
+        size = (record.num_tokens, record.num_tiles)
+        if (fragment.token_stop, fragment.tile_stop) == size:
+            return encoded
+        cut = self._config.cut(record, position, self._budget)
+        if cut != [fragment]:
             raise SampleError(
                 "changed_since_survey",
-                f"it has {record.num_tokens:,} tokens and {record.num_tiles:,} tiles now, and was surveyed as another "
-                f"sample: its fragment {fragment.index + 1} of {fragment.count} ended at token {fragment.token_stop:,} "
-                f"and tile {fragment.tile_stop:,}",
+                f"it has {size[0]:,} tokens and {size[1]:,} tiles now, and was surveyed as another sample, of which "
+                f"{fragment.token_stop:,} tokens and {fragment.tile_stop:,} tiles were to be trained",
             )
         return encoded
+
+    def _outline(self, position: int) -> Outline:
+        """The outline of a sample of several fragments: kept, since its next fragment may be this reader's, too."""
+        kept = self._split.pop(position, None)
+        if kept is None:
+            outline = self._samples.outline(*self._mixture.locate(position))
+            kept = outline, outline.num_characters
+        self._split[position] = kept
+        while len(self._split) > 1 and sum(size for _, size in self._split.values()) > _KEPT_CHARACTERS:
+            self._split.popitem(last=False)
+        return kept[0]
 
 
 class Reader:
@@ -272,31 +275,20 @@ class Reader:
 
 
 def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:
-    """The tokens, labels and tiles of one fragment; repeated tokens are not trained again."""
-    start, stop = fragment.token_start, fragment.token_stop
-    begin = start - fragment.num_context_tokens
-    ids, labels = encoded.input_ids[begin:stop], encoded.labels[begin:stop]
-    if fragment.num_context_tokens:
-        labels = labels.copy()
-        labels[: fragment.num_context_tokens] = IGNORE_INDEX
-    if fragment.num_prefix_tokens:
-        prefix = encoded.input_ids[: fragment.num_prefix_tokens]
-        ids = np.concatenate([prefix, ids])
-        labels = np.concatenate([np.full(len(prefix), IGNORE_INDEX, dtype=labels.dtype), labels])
+    """A fragment as it is encoded, with its tiles, as a segment of a pack."""
+    ids, labels = encoded.input_ids[: fragment.num_tokens], encoded.labels[: fragment.num_tokens]
     num_loss_tokens = encoded.record.num_loss_tokens
-    if fragment.count == 1 and stop < encoded.record.num_tokens:  # truncated: what is left is the whole sample
+    if len(ids) < encoded.record.num_tokens:  # truncated: what is left is the whole sample
         num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
-    per_image, first = [], 0
+    per_image = tuple(image.grid.num_tiles for image in images_of(encoded, fragment))
+    place = (fragment.index, fragment.count)
+    return Segment(encoded.record.sample_id, place, ids, labels, tiles, per_image, num_loss_tokens)
+
+
+def images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage | PlannedFrame]:
+    """The images of a fragment: all but those behind the end of a truncated sample."""
+    first = 0
     for image in encoded.images:
-        if fragment.tile_start <= first < fragment.tile_stop:
-            per_image.append(image.grid.num_tiles)
+        if first < fragment.num_tiles:
+            yield image
         first += image.grid.num_tiles
-    return Segment(
-        encoded.record.sample_id,
-        (fragment.index, fragment.count),
-        ids,
-        labels,
-        tiles,
-        tuple(per_image),
-        num_loss_tokens,
-    )

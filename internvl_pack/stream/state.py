@@ -1,6 +1,6 @@
 """The saved state of a run's data: one JSON object, the same on every rank.
 
-    {"version": 3, "epoch": 0, "options": {...}, "plan": {...} or null, "losses": {...}}
+    {"version": 4, "epoch": 0, "options": {...}, "plan": {...} or null, "losses": {...}}
 
 `plan` is that of plan/groups.py after the last step that was trained, null at the start of an epoch; `losses` are of
 this epoch (ledger.py), of one rank until whoever saves adds up the ranks'. `options` are what the order of samples and
@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..ledger import Losses
 from ..plan.packed_state import from_json, to_json
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 def make_state(

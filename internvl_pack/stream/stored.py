@@ -38,7 +38,7 @@ from ..samples import Samples
 from ..sources import SliceRef
 from ..sources.files import Stamp, stamp_of
 from ..survey.workers import in_order
-from .reader import SampleSegments, make_segment
+from .reader import SampleSegments, images_of, make_segment
 
 TOKENS = "tokens.parquet"
 # Packs of a row group: some 1 MiB of ids, what is read to get at one of them.
@@ -151,14 +151,11 @@ def _stored_row(
 
 
 def _images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage]:
-    first = 0
-    for image in encoded.images:
+    for image in images_of(encoded, fragment):
         if not isinstance(image, PlannedImage):
             name = encoded.record.sample_id
             raise UserError(f"--materialise: {name} has a video, whose frames are not kept as images")
-        if fragment.tile_start <= first < fragment.tile_stop:
-            yield image
-        first += image.grid.num_tiles
+        yield image
 
 
 class _Shard:

@@ -39,7 +39,7 @@ from ..records import Record, Span
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MISSING, PLAIN, CUTTABLE, REFUSED = range(4)
 MAX_TOKENS = (1 << 24) - 1
 MAX_TILES = (1 << 16) - 1
@@ -52,15 +52,17 @@ T = TypeVar("T")
 
 
 class Note(NamedTuple):
-    """What is noted of a row: `spans` and `num_system_tokens` of one that may be cut, or `error` of a refused one."""
+    """What is noted of a row: of one that may be cut what a `Record` has, of a refused one its `error`."""
 
     spans: tuple[Span, ...] = ()
     num_system_tokens: int = 0
+    num_loss_tokens: int = 0
     error: tuple[str, str, str | None] | None = None  # reason, detail, source
 
     def to_json(self) -> str:
         spans = [[s.num_tokens, s.num_tiles, int(s.ends_turn)] for s in self.spans]
-        return json.dumps([spans, self.num_system_tokens, self.error], separators=(",", ":"))
+        values = [spans, self.num_system_tokens, self.num_loss_tokens, self.error]
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Note:
@@ -69,11 +71,16 @@ class Note(NamedTuple):
         Raises:
             ValueError, TypeError, OverflowError, RecursionError: it holds none.
         """
-        spans, num_system_tokens, error = json.loads(text)
+        spans, num_system_tokens, num_loss_tokens, error = json.loads(text)
         if error is not None:
             reason, detail, source = error
             error = (str(reason), str(detail), None if source is None else str(source))
-        return cls(tuple(Span(int(t), int(v), bool(e)) for t, v, e in spans), int(num_system_tokens), error)
+        spans = tuple(Span(int(t), int(v), bool(e)) for t, v, e in spans)
+        return cls(spans, int(num_system_tokens), int(num_loss_tokens), error)
+
+    def record(self, sample_id: str, num_tokens: int, num_tiles: int) -> Record:
+        """What planning knows of a row that may be cut."""
+        return Record(sample_id, num_tokens, num_tiles, self.num_loss_tokens, self.spans, self.num_system_tokens)
 
 
 class Measured(NamedTuple):
@@ -86,7 +93,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
-        note = Note(record.spans, record.num_system_tokens) if cuttable else None
+        note = Note(record.spans, record.num_system_tokens, record.num_loss_tokens) if cuttable else None
         return cls(record.num_tokens, record.num_tiles, CUTTABLE if cuttable else PLAIN, note)
 
     @classmethod
@@ -102,6 +109,7 @@ class Measured(NamedTuple):
         spans = self.note.spans
         return self.verdict == REFUSED or (
             self.num_tokens >= self.note.num_system_tokens >= 0
+            and self.num_tokens >= self.note.num_loss_tokens >= 0
             and all(s.num_tokens >= 0 <= s.num_tiles for s in spans)
             and sum(s.num_tokens for s in spans) == self.num_tokens
             and sum(s.num_tiles for s in spans) == self.num_tiles
@@ -264,7 +272,7 @@ class SurveyTable:
 
         Before any process of a run reads the table.
         """
-        refusals = "FROM notes WHERE note LIKE '[[],0,[%'"
+        refusals = "FROM notes WHERE note LIKE '[[],0,0,[%'"
         found = self._on_notes(lambda c: c.execute(f"SELECT row {refusals}").fetchall())
         rows = [row for (row,) in found if isinstance(row, int) and 0 <= row < self.key.num_rows]
         if rows:

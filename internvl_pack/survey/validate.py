@@ -20,7 +20,6 @@ import numpy as np
 
 from ..config import PackingConfig, check_budget
 from ..errors import SampleError, isolate_sample_errors
-from ..records import Record
 from ..samples import Samples
 from ..sources.shards import ShardSource
 from .survey import Survey
@@ -161,13 +160,7 @@ class Checker:
             return None
         if note.error is not None:
             return SampleError(*note.error)
-        record = Record(
-            self.samples.sample_id(which, row),
-            measured.num_tokens,
-            measured.num_tiles,
-            spans=note.spans,
-            num_system_tokens=note.num_system_tokens,
-        )
+        record = note.record(self.samples.sample_id(which, row), measured.num_tokens, measured.num_tiles)
         try:
             self.config.cut(record, row, self._budget)
         except SampleError as error:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, packed_collate_fn
 from internvl_pack.stream.loader import PackLoader
+from internvl_pack.stream.state import STATE_VERSION
 
 COUNT = 240
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
@@ -278,7 +279,7 @@ def test_options_that_do_not_change_packs_may_differ(jsonl, tokenizer, tmp_path)
 def test_a_state_of_another_version_is_refused_in_one_line(jsonl, tokenizer):
     state = loader_of(jsonl, tokenizer).state_dict()
     for version in (2, None):
-        with pytest.raises(UserError, match=f"version {version}, this release reads version 3"):
+        with pytest.raises(UserError, match=f"version {version}, this release reads version {STATE_VERSION}"):
             loader_of(jsonl, tokenizer).load_state_dict({**state, "version": version})
 
 

@@ -332,5 +332,5 @@ def test_a_run_with_no_room_for_its_survey_says_how_much_is_free(tmp_path, monke
 
 
 def test_the_note_of_a_row_is_json_that_anybody_can_read():
-    note = Note((Span(3, 1, True),), 2)
-    assert json.loads(note.to_json()) == [[[3, 1, 1]], 2, None] and Note.from_json(note.to_json()) == note
+    note = Note((Span(3, 1, True),), 2, 1)
+    assert json.loads(note.to_json()) == [[[3, 1, 1]], 2, 1, None] and Note.from_json(note.to_json()) == note
