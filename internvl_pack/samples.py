@@ -39,7 +39,7 @@ class Samples:
 
     @classmethod
     def of(cls, sources: Sequence[Source], encoder: Encoder, specs: Sequence[DatasetSpec] | None = None) -> Samples:
-        """Of sources that are open; without specs each dataset is read once an epoch."""
+        """From open sources; without specs each dataset is read once an epoch."""
         return cls(tuple(sources), tuple(specs or [DatasetSpec(name=source.name) for source in sources]), encoder)
 
     @classmethod
@@ -81,7 +81,7 @@ class Samples:
 
     @property
     def damage(self) -> list[SampleError]:
-        """What is broken in the files and belongs to no row."""
+        """Damage in the files that belongs to no row."""
         return [error for source in self.sources for error in source.damage]
 
     def encode(self, dataset: int, row: int) -> Encoded:

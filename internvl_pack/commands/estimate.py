@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(parser, "grad_checkpoint", "every layer computes its activations again")
     flag(parser, "compile", "with --compile")
     option(parser, "card", str, "H200", "name of the card")
-    option(parser, "mfu", float, 0.35, "share of the card's peak that whole steps reach; docs/performance.md has some")
+    option(parser, "mfu", float, 0.35, "share of the card's peak that whole steps reach; docs/measurements.md has some")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 

@@ -1,9 +1,9 @@
-"""An order for slow disks and far shards: what is read at about the same time lies together.
+"""An order for slow disks and remote shards: rows that lie together are read at about the same time.
 
 A mixture that is shuffled as a whole reads everywhere at once. Here shards come in a seeded order, the rows of
 each from first to last, the datasets side by side in proportion, and positions are shuffled within windows
-(the bounded shuffle buffer of a streaming reader). It is still a function of the position alone: nothing is
-held back in a buffer, so there is nothing to save and nothing to refill on a resume.
+(like the bounded shuffle buffer of a streaming reader). It is still a function of the position alone: there is no
+buffer to save or to refill on a resume.
 """
 
 from __future__ import annotations

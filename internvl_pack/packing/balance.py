@@ -1,18 +1,18 @@
 """What every pack should cost, so that the packs of a step are alike and no rank waits for another.
 
-A pack is full in the budget that binds (tokens or tiles: the one of which the stream uses more packs' worth). What is
-left to choose is how much of the rest it takes: with tokens full, how many tiles; with tiles full, how many tokens.
-That rest is called the pack's secondary cost here. Three things set its target:
+A pack is full in the scarcer budget, tokens or tiles: the one that needs more packs for the whole stream. The packer
+can still choose how much of the other budget a pack takes. What that costs, with attention, is the pack's secondary
+cost. Three parts set its target:
 
-    level   the stream's own ratio, so that targets and supply agree in the long run
-    drift   what the look-ahead holds too much of is handed out slowly, a share SLOPE / records a pack
+    level   the stream's own ratio of the two budgets, so that targets agree with the supply in the long run
+    drift   if the look-ahead holds too much of one, packs take more of it, a share SLOPE / records each
     light   some samples fit no average pack: 7,000 tokens of text leave no room for 26 tiles. Every PHASES-th pack is
             reserved for them and aims below the average; the others aim a little above it to compensate. The step
             groups put such packs beside each other.
 
-What is still uneven the step groups even out (plan/groups.py).
+The step groups even out the rest (plan/groups.py).
 
-Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/performance.md.
+Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cost of a step: docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .budget import Budget
 from .cost import CostModel
 
 PHASES = 4
-SPARED = 2.0  # times the mean of what such samples miss: their neighbours in the pack miss as much
+SPARED = 2.0  # times the mean shortfall of light samples: their neighbours in the pack fall short as well
 SLOPE = 1.5
 MOST_DRIFT = 0.06  # of the mean cost of a pack
 FILLED = 0.9  # of a budget: an anchor with too few neighbours for this waits for more of them
-ODD = 0.03  # of the mean cost of a pack: a sample that keeps its pack further off waits for a light one
+ODD = 0.03  # of the mean cost of a pack: a sample whose pack misses the target by more waits for a light pack
 BY_SEARCH = 6  # samples of mean size that are left for the search; the others of a pack are taken by age
 CLOSE = 0.01  # of the mean cost of a pack: a third of a tile; a better subset is not worth the time to find it
 ABOVE = 0.02  # of the mean cost of a pack: what a full pack may exceed its target by

@@ -1,4 +1,4 @@
-"""Packing of a whole lane at once, for presets that are planned before training.
+"""Packing of a whole epoch at once, for presets that are planned before training.
 
 first_fit_decreasing   the largest first, each into the first pack with room. The fullest packs of the two, but
                        long samples end up together: a pack of many short ones and packs of one long one differ in
@@ -7,7 +7,7 @@ first_fit_shuffle      in the order of the epoch, each into the first pack with 
                        less full.
 
 Both look at every open pack, in O(log packs) a sample: a tree keeps the most room below each node. They need the
-whole lane in memory and cannot stream; the order of the packs is shuffled afterwards, since first fit fills the
+whole epoch in memory and cannot stream; the order of the packs is shuffled afterwards, since first fit fills the
 early ones with the long samples.
 """
 

@@ -9,9 +9,9 @@ Packs over the lower bound and CPU time a sample on benchmarks/real_mix_a.csv, l
 benchmarks/packing.py on a machine with 2 CPU cores that other work shared:
 
                  8192/40           16384/48          32768/96
-    subset_sum   1.0007  49.3 us   1.0034  32.1 us   1.0014  23.0 us
-    greedy       1.0018  22.3 us   1.0081  18.1 us   1.0082  14.3 us
-    next_fit     1.2098  15.7 us   1.1316  13.6 us   1.0701  11.3 us
+    subset_sum   1.0007  20.8 us   1.0034  12.2 us   1.0014   8.2 us
+    greedy       1.0018   9.4 us   1.0081   6.8 us   1.0082   6.2 us
+    next_fit     1.2098   6.8 us   1.1316   5.0 us   1.0701   4.1 us
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Pack:
 def next_fit(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
     """The oldest records in order, until one does not fit. No look-ahead is used.
 
-    Price: 1.2098 packs over the bound, 15.7 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
+    Price: 1.2098 packs over the bound, 6.8 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
     """
     pack = _Pack(waiting, budget)
     for place in range(len(waiting.tokens)):
@@ -135,7 +135,7 @@ def single(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
 def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
     """The oldest record, then whatever fits, by its share of the scarcer budget, largest first.
 
-    Price: 1.0018 packs over the bound, 22.3 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
+    Price: 1.0018 packs over the bound, 9.4 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
     """
     pack = _Pack(waiting, budget)
     pack.put(0)
@@ -150,7 +150,7 @@ def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
 
 @policy("subset_sum")
 def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
-    """The goal's anchor, older records by age while the pack is far from full, then an exact search.
+    """The goal's anchor, the oldest records until the pack is nearly full, then an exact search.
 
     Where much of what waits is large, the largest that fit come before the search instead of the oldest: exactly full
     packs of short records would use up what the large ones need beside them.
@@ -158,7 +158,7 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
     Among the subsets that fill the scarcer budget equally well, the one whose cost is nearest to the goal's is
     taken; where tokens bind, a last exchange of two records with the same tiles fills the gap that is left.
 
-    Price: 1.0007 packs over the bound, 49.3 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
+    Price: 1.0007 packs over the bound, 20.8 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
     """
     pack = _Pack(waiting, budget)
     pack.put(goal.anchor)

@@ -8,7 +8,7 @@ them, so that no curriculum of costs arises; a pack that has waited for OVERDUE 
 
 At the end of the epoch the pool empties: every step but the last has packs_per_step packs, and none is empty.
 
-Mean over max cost of a step, benchmarks/real_mix_a.csv, 50,000 samples, InternVL3-1B: docs/performance.md.
+Mean over max cost of a step, benchmarks/real_mix_a.csv, 50,000 samples, InternVL3-1B: docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _Pooled(NamedTuple):
 
 
 class StepPlan:
-    """The steps of one epoch: the same for every reader that makes it of the same sequence.
+    """The steps of one epoch, the same in every reader that plans from the same sequence.
 
     Args:
         sequence: the packs.
         packs_per_step: ranks x accumulation x packs a batch.
-        seed, epoch: of the drawing.
+        seed, epoch: of the random draws.
         balanced: False takes packs as they come, for rows that are not packed and for evaluation.
     """
 
@@ -84,7 +84,7 @@ class StepPlan:
 
     @property
     def ledger(self) -> Ledger:
-        """Of all samples read so far; those of the steps handed out count as packed."""
+        """Counts of all samples read so far; those of the steps handed out are packed."""
         return self._sequence.ledger
 
     def __iter__(self) -> Iterator[Step]:
@@ -117,7 +117,7 @@ class StepPlan:
         return step
 
     def take_refused(self) -> list[Refused]:
-        """Samples refused since the last step: of an epoch that has none."""
+        """Samples refused since the last step; all of them in an epoch without steps."""
         return self._sequence.take_refused()
 
     def _draw(self) -> int:
@@ -180,9 +180,9 @@ class StepPlan:
 def deal(step: Step, num_ranks: int, packs_per_batch: int = 1) -> list[list[list[PlannedPack]]]:
     """The step's packs as [rank][micro-batch] lists of up to `packs_per_batch` packs.
 
-    Dearest first, ranks take turns to and fro, so that their sums are even; all ranks have as many micro-batches. The
-    last step of an epoch may have fewer packs than ranks: its packs are then parted, so that all ranks have work as
-    long as there are fragments. A micro-batch that is left without a pack is an empty list.
+    Packs are dealt dearest first to ranks 0, 1, ..., then back (N - 1, ..., 0), so that the ranks' sums are even. All
+    ranks get the same number of micro-batches; one without a pack is an empty list. If the last step of an epoch has
+    fewer packs than ranks, its packs are divided, so that every rank has work while there are fragments.
     """
     packs = list(step.packs)
     if len(packs) < num_ranks:

@@ -2,7 +2,7 @@
 
     position -> Part of the survey -> fragments, or a refusal -> Packer -> packs
 
-Nothing is read here but the survey, and no pixel anywhere: planning costs some 25 us a sample.
+It reads the survey only, no sample and no pixel: some 25 us a sample.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SampleReader:
         mixture: the order.
         sample_id: the id of a dataset's row, for messages.
         config: how samples are cut, and what a bad one does to the run.
-        stops: False counts bad samples and goes on, whatever the config says: for a look at what there is.
+        stops: False counts bad samples and continues, whatever the config says; for estimates.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class OnlinePacks:
         stops: see `SampleReader`.
 
     Attributes:
-        more_to_read: whether samples of the order are yet to come.
+        more_to_read: whether the order has samples left.
     """
 
     def __init__(

@@ -6,8 +6,8 @@
                       is no preset
 
 Nothing in it depends on the time, the machine, its folder or the number of processes: two plans of the same data give
-the same bytes. It holds no tokens and no pixels (stream/stored.py adds them), so training reads the samples that it
-was planned for, which is checked.
+the same bytes. It holds no tokens and no pixels (stream/stored.py adds them). Training reads the samples, and checks
+that they are those that were planned.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _packs_of(table: Any) -> list[WrittenPack]:
 
 
 def plan_settings(config: PackingConfig, policy: str | None) -> dict[str, Any]:
-    """Options that the packs depend on, by name, as JSON values."""
+    """Options that packs depend on, by name, as JSON values."""
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_PLANNED}
     options["cost_model"] = list(astuple(CostModel.from_name(config.cost_model)))  # which may be a file elsewhere
     return options | ({"packing_policy": policy} if policy else {})
@@ -160,7 +160,7 @@ class Preset:
 
     @property
     def digest(self) -> str:
-        """What tells this preset from others."""
+        """16 hexadecimal digits that identify this preset."""
         return self.content["files"][PACKS]["sha256"][:16]
 
     def num_packs(self, epoch: int) -> int:
@@ -205,7 +205,7 @@ class Preset:
             if all(n is None or n >= run.max_packed_tokens for n in limits):  # beyond the budget it limits nothing
                 del changes[0]
         if changes:
-            raise UserError(f"preset {self.folder} was planned with other options: {_tell(changes)}")
+            raise UserError(f"preset {self.folder} was planned with other options: {_described(changes)}")
         return replace(run, **planned, packing=True)
 
     def check_fits(self, samples: Samples) -> None:
@@ -217,7 +217,7 @@ class Preset:
         facts = data_facts(samples)
         changes = _changes(self.content["encode"], facts["encode"])
         if changes:
-            raise UserError(f"preset {self.folder} was planned for another encoding: {_tell(changes)}")
+            raise UserError(f"preset {self.folder} was planned for another encoding: {_described(changes)}")
         if not samples.sources or facts["data"] == self.content["data"]:
             return
         planned, found = ({entry["name"]: entry for entry in each} for each in (self.content["data"], facts["data"]))
@@ -229,7 +229,7 @@ class Preset:
             else:
                 changes.append((f"dataset {name!r}", there[name in planned], there[name in found]))
         changes = changes or [("order of the datasets", list(planned), list(found))]
-        raise UserError(f"preset {self.folder} does not fit the data any more: {_tell(changes)}")
+        raise UserError(f"preset {self.folder} does not fit the data any more: {_described(changes)}")
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -237,7 +237,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, 
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 
 
-def _tell(changes: Sequence[tuple[str, Any, Any]]) -> str:
+def _described(changes: Sequence[tuple[str, Any, Any]]) -> str:
     shown = "; ".join(f"{name} was {old!r} and is {new!r} now" for name, old, new in changes[:4])
     more = f"; and {len(changes) - 4} more" if len(changes) > 4 else ""
     return f"{shown}{more}. Set it back, or plan again into another folder"

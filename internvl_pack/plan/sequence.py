@@ -1,4 +1,4 @@
-"""What every plan is: a sequence of packs that goes on from a saved state."""
+"""`PackSequence`, which every plan is: the packs of an epoch in order, resumable from a saved state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PackSequence(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """Of what was read so far; whoever takes packs counts them in."""
+        """Counts of what was read so far; the caller of `next_pack` adds the packs."""
         ...
 
     def next_pack(self) -> PlannedPack | None:
@@ -49,13 +49,13 @@ class PackSequence(Protocol):
         ...
 
     def take_refused(self) -> list[Refused]:
-        """Samples refused since this was last asked."""
+        """Samples refused since the last call."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the sequence goes on from, its ledger aside: JSON values and tables (packed_state.py)."""
+        """The state to resume from, without the ledger: JSON values and tables (packed_state.py)."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
-        """Go on after the state, its ledger loaded before; `pooled` packs were taken and are not trained yet."""
+        """Resume after the state. The ledger was loaded before; `pooled` packs were taken but not yet trained."""
         ...

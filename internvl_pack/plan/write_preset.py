@@ -44,7 +44,7 @@ from .preset import (
 )
 from .sequence import PlannedPack, Refused
 
-# Drives a stage: (what is done, its total, steps done since the last time, to be used up).
+# Progress callback: (name of the stage, its total, an iterator of step counts that the callback must exhaust).
 Progress = Callable[[str, int, Iterable[int]], None]
 
 
@@ -64,7 +64,7 @@ def plan_preset(
         samples, config: as `PackedDataset` takes them.
         policy: one of OFFLINE_POLICIES, over whole epochs, instead of the packer of the stream.
         num_workers: processes that measure samples; 0 works in this one.
-        progress: shows it.
+        progress: callback of each stage; by default nothing is shown.
 
     Raises:
         UserError: the folder holds another preset, no sample can be used, or one must stop the run.
@@ -165,7 +165,7 @@ class _Writer:
         self.figures = _Figures(config)
 
     def write(self, epochs: int) -> Iterator[int]:
-        """Yields positions planned since the last time."""
+        """Write all epochs; yields positions planned since the last yield."""
         with (
             RowWriter(self._paths[0], PACK_COLUMNS, PACKS_PER_GROUP) as packs,
             RowWriter(self._paths[1], REFUSED_COLUMNS, 1 << 16) as refused,
@@ -229,9 +229,9 @@ class _Writer:
         return row | dict(zip(Fragment._fields, zip(*fragments, strict=True), strict=True))
 
     def _refusal(self, mixture: Mixture, epoch: int, number: int, refused: Refused) -> dict[str, Any]:
-        told = self._samples.without_folder
+        moved = self._samples.without_folder
         row = {"epoch": epoch, "pack": number, "sample_id": self._samples.sample_id(*mixture.locate(refused.position))}
-        row |= refused._asdict() | {"detail": told(refused.detail), "source": refused.source and told(refused.source)}
+        row |= refused._asdict() | {"detail": moved(refused.detail), "source": refused.source and moved(refused.source)}
         self.figures.refuse(row)
         return row
 

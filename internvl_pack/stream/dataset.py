@@ -112,7 +112,7 @@ class PackedDataset(IterableDataset):
         return len(self.mixture(0))
 
     def _open_survey(self) -> Survey | None:
-        """The lengths that packs are planned by, if they are; rows that an earlier run refused are tried again."""
+        """The survey to plan by, None for a preset; rows that an earlier run refused are tried again."""
         survey = Survey(self.samples, self.config.room, root_of(self.config.survey_dir))
         survey.forget_refusals()
         return survey
@@ -207,7 +207,7 @@ class PackedDataset(IterableDataset):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that tell this data with these options, in this start of the run, from others."""
+        """16 hexadecimal digits that identify the data, the options and this start of the run."""
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        told = json.dumps([self.fingerprint(), start], sort_keys=True, default=str)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        facts = json.dumps([self.fingerprint(), start], sort_keys=True, default=str)
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -78,7 +78,7 @@ class PackLoader(DataLoader):
     """Batches of packs of one rank. Build it with `build_loader`.
 
     Iterating gives one epoch (`set_epoch`). Batches are dicts of `packed_collate_fn`, and `batch["progress"].ends_step`
-    says which one completes an optimizer step. All ranks have as many batches.
+    marks the last one of an optimizer step. All ranks have the same number of batches.
 
     Attributes:
         packing_mode: how its rows are made, one of combinations.py; for reports.
@@ -144,7 +144,7 @@ class PackLoader(DataLoader):
         return 0 if self._plan is None else self._plan["step"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch from its start; the one that is being read, if it is that, goes on."""
+        """Read this epoch, from its start unless it is being read already."""
         if epoch != self.epoch:
             self._begin_anew()
         self.packed_dataset.set_epoch(epoch)
@@ -245,13 +245,13 @@ class PackLoader(DataLoader):
 
     @property
     def ledger(self) -> Ledger:
-        """What became of the samples of this epoch as far as its steps were handed out: the run's, the same on all
-        ranks, but for what this rank could not decode (`losses`)."""
+        """Counts of the run's samples in the steps of this epoch that were handed out: the same on all ranks, except
+        for samples that this rank could not decode (`losses`)."""
         return self.ledger_of(self._losses)
 
     @property
     def losses(self) -> Losses:
-        """What this rank could not use of the steps of this epoch that were handed out."""
+        """Fragments that this rank could not decode, in the steps of this epoch that were handed out."""
         return self._losses
 
     def ledger_of(self, losses: Losses) -> Ledger:
@@ -271,19 +271,19 @@ class PackLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """The run's state after the last whole step (stream/state.py): JSON values, the same on every rank.
 
-        Only `losses` are this rank's; where it matters, add the ranks' up with `Losses.merged`.
+        Only `losses` are this rank's; `Losses.merged` adds up those of all ranks.
         """
         return make_state(self.epoch, self.packed_dataset.fingerprint(), self._plan, self._losses.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any], *, check_options: bool = True) -> None:
-        """Go on after a saved state at the next iteration, on any number of ranks and workers.
+        """Resume after a saved state at the next iteration, on any number of ranks and workers.
 
         Raises:
             UserError: another version, other options or data (named), or a damaged state.
         """
         check_state(state, self.packed_dataset.fingerprint() if check_options else None)
         plan, losses = plan_of(state), losses_of(state)
-        if plan is not None:  # damage is told here, not by a reader
+        if plan is not None:  # report damage here, not in a reader
             self.packed_dataset.step_plan(state["epoch"], self.packs_per_step, plan)
         self._iterator = None  # workers that are alive know nothing of the new state
         self.packed_dataset.set_epoch(state["epoch"])
@@ -328,7 +328,7 @@ def _exit_of(code: int) -> str:
 
 
 def damage_events(dataset: PackedDataset) -> list[dict[str, Any]]:
-    """What is broken in the files and belongs to no sample, as events like those of samples that leave."""
+    """Damage in the files that belongs to no sample, as events like those of samples that leave."""
     return [
         {"id": f"{source.name}#damage{number}", "source": error.source or source.name}
         | {"reason": error.reason, "detail": error.detail, "epoch": 0, "step": -1}

@@ -1,4 +1,4 @@
-"""A reader: encodes and decodes the packs that are its own.
+"""`Reader`: encodes and decodes its own packs of each step.
 
 Step -> deal -> this rank's micro-batches -> PackRow (tokens, uint8 tiles) + Progress
 """
@@ -40,7 +40,7 @@ class Progress:
     Attributes:
         step, micro_batch: its place in the epoch.
         ends_step: whether it is this rank's last one of the step.
-        events: samples that left, with reasons: those refused by the survey (told by one rank), and lost ones.
+        events: samples that left, with reasons: those refused by the survey (reported by one rank), and lost ones.
         lost: fragments that could not be used, with reasons.
         state: of the plan after the step; with its last micro-batch only.
         fatal: a message that must stop the run.
@@ -198,7 +198,7 @@ class Reader:
             yield MicroBatch([], Progress(step=self._plan.num_steps, fatal=str(error)))
 
     def _nothing(self) -> Progress:
-        """Of an epoch without a pack: all of its samples were refused."""
+        """The progress of an epoch without a pack: all of its samples were refused."""
         events = [self._refusal(refused) for refused in self._plan.take_refused()]
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(e["reason"] for e in events).most_common())
         example = "; {id}: {source}: {detail}".format_map(events[0]) if events else ""

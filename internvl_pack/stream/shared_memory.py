@@ -1,9 +1,9 @@
-"""Whether the batches that readers have under way fit into shared memory (/dev/shm), and files that may be open.
+"""Check that the batches in flight fit into shared memory (/dev/shm), and raise the limit of open files.
 
     a reader collates a batch into /dev/shm ──> a descriptor of it goes to the training process ──> freed after its step
 
-A container often has 64 MB of it, of which a batch of 48 tiles of 448 pixels takes 29. Where it is full a reader loses
-its batch without a word and the training process waits for ever, so the space is counted before the first batch.
+A container often has 64 MB of it, of which a batch of 48 tiles of 448 pixels takes 29. If it is full, a reader
+loses its batch silently and the training process waits for ever. So the space is counted before the first batch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def bytes_of_batch(max_tokens: int, max_tiles: int, image_size: int) -> int:
 
 
 def bytes_in_flight(batch_bytes: int, num_workers: int, prefetch_factor: int) -> int:
-    """What one training process and its readers hold of shared memory at most; nothing without readers."""
+    """Shared memory that one training process and its readers hold at most, in bytes; 0 without readers."""
     return batch_bytes * (num_workers * prefetch_factor + HELD_BATCHES) if num_workers else 0
 
 
 def free_bytes(path: str = SHARED_MEMORY) -> int | None:
-    """Bytes that are free there; None where there is no such place (macOS)."""
+    """Free bytes of shared memory; None where there is none (macOS)."""
     try:
         found = os.statvfs(path)
     except OSError:

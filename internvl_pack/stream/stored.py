@@ -5,7 +5,7 @@
     images-<epoch>-<part>.tar   WebDataset shards of PART_PACKS packs: a key a pack, with a `.json` that says what it
                                 holds and the image files as they were, `<pack>.<image>.<ending>`
 
-Training needs no other data then; images are decoded while training, as ever. Each part is written by one process, and
+Training then needs no other data, and decodes images as it does from their files. One process writes each part, and
 finished parts are kept when it is stopped.
 """
 
@@ -129,7 +129,7 @@ def _stored_row(
     segments: SampleSegments, fragments: list[Fragment], epoch: int, number: int, shard: _Shard
 ) -> dict[str, Any]:
     ids, labels = [_NO_IDS], [_NO_IDS]  # cu_seqlens begin with 0
-    told: list[dict[str, Any]] = []
+    facts: list[dict[str, Any]] = []
     images: list[tuple[int, PlannedImage, bytes]] = []
     for at, fragment in enumerate(fragments):
         try:
@@ -137,17 +137,17 @@ def _stored_row(
                 encoded = segments.encoded(fragment)
                 images += [(at, image, image.ref.read()) for image in _images_of(encoded, fragment)]
         except SampleError as error:
-            told.append({"reason": error.reason, "detail": error.located_detail})
+            facts.append({"reason": error.reason, "detail": error.located_detail})
             ids.append(_NO_IDS)
             labels.append(_NO_IDS)
         else:
             segment = make_segment(encoded, fragment, _NO_TILES)
-            told.append({"num_loss_tokens": segment.num_loss_tokens, "data_augment": encoded.data_augment})
+            facts.append({"num_loss_tokens": segment.num_loss_tokens, "data_augment": encoded.data_augment})
             ids.append(segment.input_ids)
             labels.append(segment.labels)
     row = {"epoch": epoch, "pack": number, "input_ids": np.concatenate(ids), "labels": np.concatenate(labels)}
     row |= {"cu_seqlens": list(accumulate(map(len, ids))), "sample_ids": list(map(segments.name, fragments))}
-    return row | {"segments": told, "images": shard.add(row, images)}
+    return row | {"segments": facts, "images": shard.add(row, images)}
 
 
 def _images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage]:

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange(Protocol):
-    """Parts of the survey by name, agreed on by all readers. Picklable."""
+    """Parts of the survey by name, the same for all readers. Picklable."""
 
     def get(self, name: str) -> bytes | None:
         """The part, or None while nobody has published it."""
         ...
 
     def publish(self, name: str, part: bytes) -> bytes:
-        """Offer a part. Returns the one that counts: this, or what another reader published before."""
+        """Offer a part; returns the one that counts, this or the one that another reader published earlier."""
         ...
 
 
@@ -35,7 +35,7 @@ class StoreExchange:
 
     Args:
         host, port: of the store.
-        prefix: what tells these parts from other data's.
+        prefix: of the names, different for other data.
     """
 
     def __init__(self, host: str, port: int, prefix: str) -> None:
@@ -78,5 +78,5 @@ def store_of_the_run() -> tuple[str, int] | None:
         return None
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
-        return None  # another way of meeting than by torchrun's environment
+        return None  # the processes met by other means than torchrun's environment
     return host, int(port)

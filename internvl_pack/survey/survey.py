@@ -66,11 +66,10 @@ class Survey:
         self.tables = tuple(SurveyTable(root, key) for key in survey_keys(samples))
 
     def share(self, exchange: Exchange | None, *, reader: int = 0, num_readers: int = 1) -> None:
-        """Work with others from now on.
+        """Share the work with other readers from now on.
 
         Args:
-            exchange: with the other readers of the run; None where each relies on its own reading and
-                the tables.
+            exchange: with the other readers of the run; None relies on this reader and the tables alone.
             reader, num_readers: this reader's number among those that work at the same time.
         """
         self.exchange, self.reader, self.num_readers = exchange, reader, num_readers
@@ -99,7 +98,7 @@ class Survey:
         if payload is None:
             self._work_round(mixture, number)
             payload = self.exchange.get(name)
-            assert payload is not None, "it was published or found on the way round"
+            assert payload is not None, "it was published or found while measuring the block"
         return _unpacked(part, payload)
 
     def _work_round(self, mixture: Mixture, number: int) -> None:
@@ -201,7 +200,7 @@ class Survey:
         """These rows of a dataset, int64 (n,), measured where they are not known.
 
         Args:
-            look_again: measure also those whose images lie beside the data, of which its mark says nothing.
+            look_again: measure again the rows whose images are separate files, which the content mark does not cover.
         """
         verdicts, (tokens, tiles) = self._lookup(np.full(len(rows), dataset, np.int64), rows)
         apart = look_again and self.samples.specs[dataset].shards is None

@@ -10,8 +10,8 @@ An entry holds all there is to say of an ordinary row:
     bits 0-23 tokens   24-39 tiles   40-47 verdict   48-63 check
 
 The check is a hash of the entry, its row and the table's key. So an entry is whole and this row's own, or it counts as
-missing and is measured again: nobody waits for a lock, a writer may be killed at any moment, two may write the same
-row, and a damaged or foreign file costs time but is never believed.
+missing and is measured again. No lock is needed: a writer may be killed at any moment, two may write the same row,
+and a damaged or foreign file costs time but is never trusted.
 """
 
 from __future__ import annotations

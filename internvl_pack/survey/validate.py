@@ -2,9 +2,9 @@
 
     rows -> survey (headers), or read, encoded and decoded -> split -> good, or one `BadSample`
 
-A row goes through the very functions that a run reads it with, so that the two cannot disagree. What is measured here
-is in the survey for the run that follows. Rows are checked in chunks, in this process or in worker processes, and
-reported in the order of the data whatever the number of workers. Memory is flat: workers hand back what is bad only.
+A row goes through the same functions as in a run, so that the two cannot disagree. The survey keeps what is measured
+here for the run that follows. Rows are checked in chunks, in this process or in worker processes, and
+reported in the order of the data whatever the number of workers. Memory is flat: workers hand back bad samples only.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Checker:
         self.survey.forget_refusals()
 
     def damage(self) -> list[BadSample]:
-        """What is broken and belongs to no row, of all datasets."""
+        """Damage that belongs to no row, of all datasets."""
         return [
             BadSample(
                 dataset=spec.name,

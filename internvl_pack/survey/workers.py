@@ -1,4 +1,4 @@
-"""The package's one pool of worker processes, and the survey of all rows that it makes beforehand."""
+"""The package's pool of worker processes, and the survey of all rows that it makes beforehand."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _call: Callable[..., Any] | None = None  # of a worker process
 
 
 def in_order(call: Callable[..., Any], tasks: Iterable[Task], num_workers: int = 0) -> Iterator[tuple[Task, Any]]:
-    """(task, `call(*task)`) of every task, in their order; few are in hand at a time, so that memory stays flat.
+    """(task, `call(*task)`) of every task, in their order; few are in progress at a time, so memory stays flat.
 
     Args:
-        call: picklable; each process has a copy of its own of what it is bound to.
+        call: picklable; each process gets its own copy of the object that it is bound to.
         num_workers: processes; 0 works in this one.
 
     Raises:
