@@ -93,12 +93,20 @@ class Samples:
         return self.encoder.load(self.sources[dataset], row, self.specs[dataset])
 
     def outline(self, dataset: int, row: int) -> Outline:
-        """Read a row for `encode_part`. Raises SampleError, whatever goes wrong with it."""
+        """Read a row for `encode_part`.
+
+        Raises:
+            SampleError: whatever goes wrong with it.
+        """
         with isolate_sample_errors(source=partial(self.sources[dataset].origin, row)):
             return self.encoder.outline(self.sources[dataset].read(row), self.specs[dataset])
 
     def encode_part(self, outline: Outline, fragment: Fragment) -> Encoded:
-        """Encode a part of a sample. Raises SampleError, whatever goes wrong with it."""
+        """Encode a part of a sample.
+
+        Raises:
+            SampleError: whatever goes wrong with it.
+        """
         with isolate_sample_errors(source=lambda: outline.raw.origin):
             return self.encoder.encode_part(outline, fragment)
 

@@ -267,8 +267,9 @@ class Encoder:
 
         Its record counts the part's tokens and tiles, and the supervised tokens of the whole sample.
 
-        Raises SampleError: what a sample's encoding raises, and `changed_since_survey` where the spans are not those
-        that were measured.
+        Raises:
+            SampleError: what a sample's encoding raises, and `changed_since_survey` where the spans are not those that
+                were measured.
         """
         part = self._assemble(outline, fragment.span_start, fragment.span_stop)
         found = (part.record.num_tokens, part.record.num_tiles)
@@ -290,7 +291,11 @@ class Encoder:
         return Encoded(record, ids, labels, part.images, outline.data_augment, first_tile=fragment.tile_start)
 
     def outline(self, raw: RawSample, spec: DatasetSpec) -> Outline:
-        """What a sample is made of: its turns in the chat format, cut where it may be. Raises SampleError."""
+        """What a sample is made of: its turns in the chat format, cut where it may be.
+
+        Raises:
+            SampleError: it cannot be encoded.
+        """
         refuse_fields(raw.data)
         turns = turns_of(raw.data, self._roles)
         flags = trained_answers(raw.data, turns)
