@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from .batch.collate import packed_collate_fn, padded_collate_fn
     from .batch.in_batch import in_batch_collate_fn
     from .config import PackingConfig
-    from .encode.chat import ChatML, register_template
+    from .encode.chat import ChatML, Frame, Framed, register_template
     from .encode.sample import EncodeConfig, Encoder
     from .errors import SampleError, UserError
+    from .estimate.epochs import estimate_epochs
     from .sources import ImageRef, RawSample, Source, register_source
     from .sources.hf import DatasetSource
     from .stream.dataset import PackedDataset
@@ -43,6 +44,9 @@ _HOMES = {
     "PresetDataset": "stream.preset_dataset",
     "in_batch_collate_fn": "batch.in_batch",
     "ChatML": "encode.chat",
+    "Frame": "encode.chat",
+    "Framed": "encode.chat",
+    "estimate_epochs": "estimate.epochs",
     "register_template": "encode.chat",
     "DatasetSource": "sources.hf",
     "ImageRef": "sources",
@@ -56,6 +60,8 @@ __all__ = [
     "DatasetSource",
     "EncodeConfig",
     "Encoder",
+    "Frame",
+    "Framed",
     "ImageRef",
     "PackLoader",
     "PackedDataset",
@@ -66,6 +72,7 @@ __all__ = [
     "Source",
     "UserError",
     "build_loader",
+    "estimate_epochs",
     "in_batch_collate_fn",
     "packed_collate_fn",
     "padded_collate_fn",

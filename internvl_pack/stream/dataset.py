@@ -148,6 +148,16 @@ class PackedDataset(IterableDataset):
             plan.load_state_dict(state)
         return plan
 
+    def __len__(self) -> int:
+        """Raises TypeError: packs are known when the epoch has been planned."""
+        raise TypeError(
+            "PackedDataset has no length before its epoch is planned: num_positions is that of its samples, "
+            "estimate_epochs(dataset, packs_per_step, epochs) counts packs and steps"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
     def set_epoch(self, epoch: int) -> None:
         """Order of this epoch from the next iteration on."""
         self.epoch = epoch

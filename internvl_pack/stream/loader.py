@@ -149,6 +149,13 @@ class PackLoader(DataLoader):
             self._begin_anew()
         self.packed_dataset.set_epoch(epoch)
 
+    def __len__(self) -> int:
+        """Raises TypeError: an epoch's batches are known when it has been planned."""
+        raise TypeError(
+            "PackLoader has no length before its epoch is planned: estimate_epochs(dataset, loader.packs_per_step, "
+            "epochs).steps(0) counts its optimizer steps"
+        )
+
     def _begin_anew(self) -> None:
         self._plan, self._losses, self._pending_losses, self._resumed = None, Losses(), Losses(), False
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.ranks import run as run_on_ranks
 
 from internvl_pack.cli import command_helps
 
@@ -106,6 +107,25 @@ def test_python_blocks_run(page, checkout):
     script = checkout / "page.py"
     script.write_text("\n".join(block.code for block in PYTHON_RUN[page]), encoding="utf-8")
     run(checkout, sys.executable, script)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loops_for_several_ranks_end_together(ranks, tmp_path):
+    """With packs that do not come out even: 11 on 2 and on 3 ranks."""
+    page = "docs/library.md"
+    setup, loop = [block.code for block in PYTHON_RUN[page][:2]]
+    loops = [block.code for block in BLOCKS if block.page == page and block.why and "2 and 3 ranks" in block.why]
+    loop = loop.replace("max_packed_tokens=2048", "max_packed_tokens=1200").replace("assert samples == 2 * 52", "")
+    loop = loop.replace("num_workers=2", "num_workers=0")  # the same batches, sooner
+    assert "1200" in loop and len(loops) == 2
+    code = [setup, loop, "from internvl_pack import estimate_epochs", *loops]
+    out = tmp_path / "seen"
+    run_on_ranks("helpers.page_loops:run_all", {"code": code, "out": str(out)}, ranks, tmp_path / "log")
+    seen = [json.loads((tmp_path / f"seen.{rank}").read_text()) for rank in range(ranks)]
+    for epoch in zip(*seen, strict=True):
+        assert len({len(batches) for batches in epoch}) == 1 and len(epoch[0]) > 2  # as many steps on every rank
+        assert sum(map(sum, epoch)) == 52 and len({tuple(batches) for batches in epoch}) > 1
+    assert len(seen[0]) == 2 + len(loops)
 
 
 def test_the_pages_have_examples_that_run():

@@ -475,3 +475,10 @@ def test_the_cache_folder_is_the_surveys_place(jsonl, tokenizer, tmp_path, monke
     list(loader_of(jsonl, tokenizer))
     (folder,) = (tmp_path / "survey").iterdir()
     assert folder.name.startswith("made-") and os.path.getsize(folder / "lengths.npy") == 128 + 8 * COUNT
+
+
+def test_a_length_is_refused_with_what_counts_instead(jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer)
+    for thing in (loader, loader.packed_dataset):
+        with pytest.raises(TypeError, match="estimate_epochs"):
+            len(thing)
