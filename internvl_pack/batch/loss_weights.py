@@ -41,21 +41,6 @@ def check_loss_reduction(loss_reduction: str) -> None:
         raise UserError(f"loss_reduction {loss_reduction!r} is unknown: use {', '.join(LOSS_REDUCTIONS)}")
 
 
-def target_weight(loss_reduction: str, num_targets: int) -> float:
-    """The weight of one supervised token of a sample with `num_targets` of them.
-
-    Raises:
-        UserError: an unknown reduction.
-        ValueError: no or a negative number of targets.
-    """
-    check_loss_reduction(loss_reduction)
-    if num_targets <= 0:
-        raise ValueError(f"a supervised token needs a sample with at least one target, not {num_targets}")
-    if loss_reduction == "token":
-        return 1.0
-    return 1.0 / num_targets if loss_reduction == "sample" else 1.0 / math.sqrt(num_targets)
-
-
 def token_weights(labels: Any, loss_reduction: str, num_targets: int | None = None) -> Any:
     """Loss weights of one fragment's tokens, each as a target.
 
@@ -77,7 +62,9 @@ def token_weights(labels: Any, loss_reduction: str, num_targets: int | None = No
     whole = here if num_targets is None else num_targets
     if here > whole:
         raise ValueError(f"a fragment with {here} supervised targets of a sample that has {whole}")
-    weight = target_weight(loss_reduction, max(whole, 1))
+    check_loss_reduction(loss_reduction)
+    n = max(whole, 1)
+    weight = {"token": 1.0, "sample": 1.0 / n, "square": 1.0 / math.sqrt(n)}[loss_reduction]
     weights = trained.float() if hasattr(trained, "float") else trained.astype("float32")
     weights *= weight
     return weights

@@ -359,14 +359,10 @@ def published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             out[name] = tensor
             continue
         for expert, weight in enumerate(tensor):  # gate_up_proj (experts, 2 x inner, hidden)
-            pieces = {"down_proj": weight} if kind == "down_proj" else _gate_and_up(weight)
+            names = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+            pieces = dict(zip(names, weight.chunk(len(names)), strict=True))
             out |= {f"{path}.experts.{expert}.{piece}.weight": value for piece, value in pieces.items()}
     return out
-
-
-def _gate_and_up(weight: Tensor) -> dict[str, Tensor]:
-    gate, up = weight.chunk(2, dim=0)
-    return {"gate_proj": gate, "up_proj": up}
 
 
 # --- from one to the other ------------------------------------------------------------------------

@@ -343,7 +343,8 @@ def save_internvl_format(
             content["auto_map"] = auto_map
     else:
         content.pop("auto_map", None)  # names Python files that are not there
-    _write_json(folder / "config.json", content)
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -367,10 +368,6 @@ def copy_extra_files(source: str | Path, folder: str | Path) -> list[str]:
             shutil.copyfile(path, target)
         copied.append(path.name)
     return copied
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # --- converting -----------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def marked(value: str) -> Markup:
     for c, run in groupby(value):
         count = len(list(run))
         if _hidden(c):
+            name = unicodedata.name(c, "control character").lower()
             times = f" &times;{count:,}" if count > 1 else ""
-            out.append(f'<span class="ctl" title="{escape(_name(c))}">U+{ord(c):04X}{times}</span>')
+            out.append(f'<span class="ctl" title="{escape(name)}">U+{ord(c):04X}{times}</span>')
         else:
             out.append(escape(c * count))
     return Markup("".join(out))
@@ -106,7 +107,3 @@ def cut(name: str, limit: int = 100) -> str:
 def _hidden(c: str) -> bool:
     """Controls, formats (bidi overrides, zero widths), surrogates, private and unassigned; not the joiners of emoji."""
     return c not in SHOWN and c != "\u200d" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def _name(c: str) -> str:
-    return unicodedata.name(c, "control character").lower()

@@ -107,7 +107,7 @@ def liger_loss_and_gradient(
         loss_ptr=losses,
         loss_stride=1,
         n_cols=vocabulary,
-        BLOCK_SIZE=_block_size(vocabulary),
+        BLOCK_SIZE=min(32768, 1 << (vocabulary - 1).bit_length()),
         num_warps=32,
     )
     return losses, logits.mul_(weights.unsqueeze(-1))
@@ -137,7 +137,3 @@ def _liger_kernel() -> tuple[Any, dict[str, Any]]:
     }
     ours = {"X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "loss_stride", "n_cols", "BLOCK_SIZE"}
     return kernel, {name: off.get(name) for name in kernel.arg_names if name not in ours}
-
-
-def _block_size(vocabulary: int) -> int:
-    return min(32768, 1 << (vocabulary - 1).bit_length())

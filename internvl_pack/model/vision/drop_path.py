@@ -25,7 +25,6 @@ class DropPath(nn.Module):
 
     def __init__(self, probability: float) -> None:
         super().__init__()
-        self.probability = probability
         self.register_buffer("keep", torch.tensor(1.0 - probability), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -33,9 +32,6 @@ class DropPath(nn.Module):
             return values
         kept = torch.rand((values.shape[0],) + (1,) * (values.dim() - 1), device=values.device) < self.keep
         return values * (kept / self.keep).to(values.dtype)
-
-    def extra_repr(self) -> str:
-        return f"probability={self.probability:.4g}"
 
 
 def add_drop_path(vision: nn.Module, rate: float) -> None:
