@@ -253,7 +253,7 @@ def test_stochastic_depth_grows_along_the_tower_and_rests_in_evaluation(checkpoi
 
     plain, deep = build(checkpoint, tokenizer), build(checkpoint, tokenizer, drop_path_rate=0.5)
     assert deep.state_dict().keys() == plain.state_dict().keys()
-    found = [module.probability for module in deep.modules() if isinstance(module, DropPath)]
+    found = [1 - module.keep.item() for module in deep.modules() if isinstance(module, DropPath)]
     assert found == [0.0, 0.0, 0.5, 0.5], "two layers of two branches"
     tiles = torch.rand(64, 3, 56, 56)
     towers = [packed.vision_modules[0] for packed in (plain, deep)]
