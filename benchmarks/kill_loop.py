@@ -41,10 +41,9 @@ os.environ |= {
 
 from internvl_pack.testing.tiny import WORDS, conversation_texts, save_tiny_checkpoint, tiny_tokenizer
 from train import finetune
-from train.checkpoint import PACKING_STATE
-from train.checkpoint_folders import folders_of
+from train.accounting import SAMPLE_IDS, read_sample_log
+from train.checkpoint import PACKING_STATE, folders_of
 from train.environment import free_port
-from train.sample_log import FOLDER, read_sample_log
 
 PACKS_A_STEP = 4
 NUM_SAMPLES = 300
@@ -306,7 +305,7 @@ def log_of(out: Path) -> Path:
 
 
 def last_step(out: Path) -> int:
-    path = out / FOLDER / "rank00000.jsonl"
+    path = out / SAMPLE_IDS / "rank00000.jsonl"
     try:
         lines = path.read_bytes().splitlines()[-3:]
     except OSError:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from internvl_pack.model.flops import flop_counts
 from internvl_pack.model.parts import decoder_layers, vision_layers
 
 from .warm_up import forward_and_backward, made_up_row
+
+if TYPE_CHECKING:
+    from .trainer import PackTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +77,14 @@ class CheckpointByMemory(TrainerCallback):
         max_tokens, max_tiles: of a full row.
     """
 
-    def __init__(self, trainer: Any, max_tokens: int, max_tiles: int) -> None:
+    def __init__(self, trainer: PackTrainer, max_tokens: int, max_tiles: int) -> None:
         self.trainer, self.budget = trainer, (max_tokens, max_tiles)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.device.type != "cuda":
             logger.info("checkpointing: every layer, as memory is measured on CUDA devices only")
             return
-        trainer, model = self.trainer, self.trainer.model
+        trainer, model = self.trainer, self.trainer.packed_model
         tokens, tiles = self.budget
         groups = {"decoder": decoder_layers(model.language_model)}
         if model.has_vision:
@@ -100,9 +103,7 @@ class CheckpointByMemory(TrainerCallback):
                 Kind(name, len(layers), kept_by_one - kept_by_none, self._flops(name, tokens, tiles, len(layers)))
             )
         chosen = layers_that_fit(self._free(peak), kinds)
-        counts = torch.tensor([chosen[name] for name in groups])
-        if trainer.ranks.processes > 1:
-            dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=trainer._cpu_group())
+        counts = trainer.ranks.all_reduce(torch.tensor([chosen[name] for name in groups]), dist.ReduceOp.MIN)
         for count, layers in zip(counts.tolist(), groups.values(), strict=True):
             keep_activations(layers, count)
         peak = self._tried(row)[1]
@@ -137,9 +138,9 @@ class CheckpointByMemory(TrainerCallback):
         bucket = getattr(zero, "reduce_bucket_size", 0)
         if bucket:
             return int(bucket) * 2 * (2 if getattr(zero, "overlap_comm", False) else 1)
-        return sum(2 * 4 * p.numel() for p in self.trainer.model.parameters() if p.requires_grad)
+        return sum(2 * 4 * p.numel() for p in self.trainer.packed_model.parameters() if p.requires_grad)
 
     def _flops(self, name: str, tokens: int, tiles: int, layers: int) -> float:
         """Of one layer's forward pass on a full row; attention of a decoder layer left out."""
-        counts = flop_counts(self.trainer.model.config)
+        counts = flop_counts(self.trainer.packed_model.config)
         return (counts.per_tile * tiles if name == "vision" else counts.per_token * tokens) / 3 / layers

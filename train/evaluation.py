@@ -9,21 +9,44 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from internvl_pack.batch.collate import FILLER_ID, PAD_ID, row_boundaries
+from internvl_pack.model.packed import PackedOutput
+from internvl_pack.stream.loader import PackLoader
+
+from .step_sync import Batch, StepSync
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 20  # samples that are named in the log
+MAX_NAMED = 20  # samples that are named in the log
 
 SampleSums = dict[str, tuple[float, int]]  # sample id -> (sum of cross-entropy in nats, number of targets)
 
 
-def add_sample_losses(sums: SampleSums, batch: dict[str, Any], losses: torch.Tensor, positions: torch.Tensor) -> None:
+def sample_losses(loader: PackLoader, forward: Callable[[Batch], PackedOutput], sync: StepSync) -> SampleSums:
+    """One pass over the loader, of what this rank reads; all ranks call it together.
+
+    Args:
+        forward: the model in evaluation, called equally often on every rank: sharded weights need all of them.
+    """
+    sums: SampleSums = {}
+    batches = iter(loader)
+    with torch.no_grad():
+        while True:
+            batch, more = sync.next_batch(batches)
+            if not more:
+                return sums
+            batch = loader.filler_batch() if batch is None else batch
+            outputs = forward(batch)
+            assert outputs.target_losses is not None and outputs.target_positions is not None, "given with labels"
+            add_sample_losses(sums, batch, outputs.target_losses, outputs.target_positions)
+
+
+def add_sample_losses(sums: SampleSums, batch: Batch, losses: torch.Tensor, positions: torch.Tensor) -> None:
     """Add a row's target losses (M,) at flat positions (M,) to the sums of their samples."""
     cu_seqlens = row_boundaries(batch).to(torch.int64).cpu()
     segments = torch.bucketize(positions.cpu(), cu_seqlens, right=True) - 1
@@ -65,16 +88,17 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
         f"{prefix}_samples": float(len(ordered)),
         f"{prefix}_tokens": float(sum(number for _, _, number in ordered)),
     }
-    return {f"{prefix}_loss_{name}": _mean(pairs) for name, pairs in by_dataset.items()} | out
+    own = {f"{prefix}_loss_{name}": _mean(pairs) for name, pairs in by_dataset.items()}
+    return out | {name: value for name, value in own.items() if name not in out}
 
 
-def tell_left_out(events: Sequence[Mapping[str, Any]]) -> None:
+def log_left_out(events: Sequence[Mapping[str, Any]]) -> None:
     """Say which held-out samples are in no figure, and why: the first of them by name."""
-    for event in events[:MAX_TOLD]:
+    for event in events[:MAX_NAMED]:
         what = (event["id"], event["reason"], event["source"], event["detail"])
         logger.warning("held-out sample %s is left out: %s: %s: %s", *what)
-    if len(events) > MAX_TOLD:
-        logger.warning("and %d more held-out samples", len(events) - MAX_TOLD)
+    if len(events) > MAX_NAMED:
+        logger.warning("and %d more held-out samples", len(events) - MAX_NAMED)
 
 
 def _dataset_of(sample_id: str, datasets: Sequence[str]) -> str | None:

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Reading:
 class StepTrainer(Trainer):
     """The part of a Trainer that steps and logs steps."""
 
-    ranks: Any
+    ranks: Ranks
     step_sample_ids: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,9 +59,6 @@ class StepTrainer(Trainer):
         self._losses: list[Reading] = []  # of the micro-steps since the last log
         self._zero: ZeroStep | None = None
         self.add_callback(SkippedSteps(self))
-
-    def _cpu_group(self) -> dist.ProcessGroup | None:
-        raise NotImplementedError("of the trainer that has ranks")
 
     def read_loss(self, loss: torch.Tensor) -> None:
         """To be called with the loss of each micro-step, as soon as it is issued."""
@@ -103,10 +102,7 @@ class StepTrainer(Trainer):
     def _log_steps(self, tr_loss: torch.Tensor, grad_norm: Any, started: float, learning_rate: float | None) -> None:
         """What the Trainer logs, with the loss as it was read, not asked for again."""
         own, self._losses = sum(reading.number() for reading in self._losses), []
-        loss = torch.tensor(own, dtype=torch.float64)
-        if self.ranks.processes > 1:
-            dist.all_reduce(loss, group=self._cpu_group())
-            loss /= self.ranks.processes
+        loss = self.ranks.all_reduce(torch.tensor(own, dtype=torch.float64)) / self.ranks.world_size
         tr_loss.zero_()
         logs = {"loss": loss.item() / (self.state.global_step - self._globalstep_last_logged)}
         if grad_norm is not None:
@@ -124,10 +120,12 @@ class SkippedSteps(TrainerCallback):
     def __init__(self, trainer: StepTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.trainer.prepare_steps()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         trainer = self.trainer
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
             return
@@ -138,11 +136,11 @@ class SkippedSteps(TrainerCallback):
         if not finite:
             trainer.model_wrapped.zero_grad(set_to_none=True)  # an optimizer leaves alone what has no gradient
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self.trainer
         if args.fp16 or not trainer.accelerator.optimizer_step_was_skipped:  # float16 finds its scale by such steps
             return
-        everyones = trainer.ranks.gather_books(trainer.step_sample_ids, trainer._cpu_group())
+        everyones = trainer.ranks.gather_from_leaders(trainer.step_sample_ids)
         ids = ", ".join(name for names in everyones for name in names)
         logger.warning("step %d is skipped: the gradient is not finite; its samples: %s", state.global_step, ids)
 

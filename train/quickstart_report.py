@@ -15,7 +15,7 @@ from typing import Any
 
 from internvl_pack.errors import UserError
 from internvl_pack.ledger import Ledger
-from train.summary import FILE_NAME, LAST_STEPS
+from train.accounting import LAST_STEPS, SUMMARY
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def read(folder: str) -> dict[str, Any]:
     Raises:
         UserError: the run has not ended.
     """
-    path = Path(folder) / FILE_NAME
+    path = Path(folder) / SUMMARY
     if not path.is_file():
         raise UserError(f"{path} is missing: the run in {folder} did not end")
     return json.loads(path.read_text(encoding="utf-8"))

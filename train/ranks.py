@@ -1,12 +1,12 @@
-"""Which process this is, and which rows it trains.
+"""Which process this is, which rows it trains, and small collectives on the CPU.
 
-    processes                 0   1   2   3   4   5   6   7      8 of them, 2 share a row (sequence_parallel_size)
+    rank                      0   1   2   3   4   5   6   7      of a world of 8, 2 share a row (sequence_parallel_size)
     data rank                 0   0   1   1   2   2   3   3      reads rows; world // 2 of them
     sequence rank             0   1   0   1   0   1   0   1      which part of the row
-    leads                     x       x       x       x          counts what the row holds, writes its books
+    is_group_leader           x       x       x       x          counts what the row holds, writes its ledger
 
-Neighbours share a row, so that its exchanges stay on one machine. Collectives go over all processes, and optimizer
-states are sharded over all of them; packs and samples belong to data ranks.
+Neighbours share a row, so that its exchanges stay on one machine. Collectives go over all ranks, and optimizer states
+are sharded over all of them; packs and samples belong to data ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from internvl_pack.errors import UserError
 from internvl_pack.parallel.checks import check_world
+
+if TYPE_CHECKING:
+    from .arguments import PackTrainingArguments
 
 _T = TypeVar("_T")
 
 
 @contextlib.contextmanager
 def others_answer(seconds: float) -> Iterator[None]:
-    """A collective on the CPU: that a rank does not come to it is said in words.
+    """A collective on the CPU: if a rank does not come to it, the error says so in words.
 
     Args:
         seconds: the time-out of its group.
@@ -50,85 +56,114 @@ def others_answer(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Places in a run; see the picture above.
+    """Places in a run; see the picture above. All ranks call its collectives together.
+
+    Args:
+        timeout: how long a collective waits for the other ranks; None takes torch's own.
 
     Raises:
-        UserError: the processes cannot be parted into groups of `sequence_parallel_size`.
+        UserError: the ranks cannot be parted into groups of `sequence_parallel_size`.
     """
 
-    process: int = 0
-    processes: int = 1
+    rank: int = 0
+    world_size: int = 1
     sequence_parallel_size: int = 1
+    timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        check_world(self.processes, self.sequence_parallel_size)
+        check_world(self.world_size, self.sequence_parallel_size)
 
     @classmethod
-    def here(cls, sequence_parallel_size: int = 1) -> Ranks:
+    def of(cls, args: PackTrainingArguments) -> Ranks:
         """The place of this process in torch.distributed's world, or alone."""
-        if not dist.is_initialized():
-            return cls(sequence_parallel_size=sequence_parallel_size)
         return cls(
-            process=dist.get_rank(),
-            processes=dist.get_world_size(),
-            sequence_parallel_size=sequence_parallel_size,
+            rank=args.process_index,
+            world_size=args.world_size,
+            sequence_parallel_size=args.sequence_parallel_size,
+            timeout=args.ddp_timeout_delta,
         )
 
     @property
     def data_rank(self) -> int:
-        return self.process // self.sequence_parallel_size
+        return self.rank // self.sequence_parallel_size
 
     @property
     def data_ranks(self) -> int:
-        return self.processes // self.sequence_parallel_size
+        return self.world_size // self.sequence_parallel_size
 
     @property
     def sequence_rank(self) -> int:
-        return self.process % self.sequence_parallel_size
+        return self.rank % self.sequence_parallel_size
 
     @property
-    def leads(self) -> bool:
-        """Whether this process speaks for those that it shares its rows with."""
+    def is_group_leader(self) -> bool:
+        """Whether this rank speaks for those that it shares its rows with."""
         return not self.sequence_rank
 
     @property
     def is_first(self) -> bool:
-        return not self.process
+        return not self.rank
 
-    def from_first(self, make: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-        """What `make` gives on the first process, everywhere; all processes call it together.
+    @cached_property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks, whose small reductions do not wait for the device; None for one alone."""
+        if self.world_size == 1:
+            return None
+        # A rank that is stopped, not dead, is noticed by this group's time-out alone.
+        return dist.new_group(backend="gloo", timeout=self.timeout)
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """`values`, a tensor on the CPU, reduced in place over all ranks.
 
         Raises:
-            what `make` raised, on the first process; on the others UserError with its message, or RuntimeError.
+            RuntimeError: a rank did not come.
         """
-        if self.processes == 1:
+        if self.world_size > 1:
+            seconds = float("inf") if self.timeout is None else self.timeout.total_seconds()
+            with others_answer(seconds):
+                dist.all_reduce(values, op=op, group=self.cpu_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier(group=self.cpu_group)
+
+    def from_first(self, make: Callable[[], _T]) -> _T:
+        """What `make` gives on the first rank, on all of them.
+
+        Raises:
+            what `make` raised, on the first rank; on the others UserError with its message, or RuntimeError.
+        """
+        if self.world_size == 1:
             return make()
-        told: list[Any] = [None, None, None]  # value, the error's class, its message
+        sent: list[Any] = [None, None, None]  # value, the error's class, its message
         error: Exception | None = None
         if self.is_first:
             try:
-                told[0] = make()
+                sent[0] = make()
             except Exception as problem:  # whatever it is: the others wait
                 error = problem
-                told[1:] = [type(error).__name__, str(error)]
-        dist.broadcast_object_list(told, src=0, group=group)
+                sent[1:] = [type(error).__name__, str(error)]
+        dist.broadcast_object_list(sent, src=0, group=self.cpu_group)
         if error is not None:
             raise error
-        value, kind, message = told
+        value, kind, message = sent
         if kind is None:
             return value
         if kind == UserError.__name__:
             raise UserError(message)
         raise RuntimeError(f"rank 0 cannot read its data: {kind}: {message}")
 
-    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """The value of each process, everywhere; all processes call it together."""
+    def gather(self, value: _T) -> list[_T]:
+        """The value of each rank, on all of them."""
         values: list[Any] = [value]
-        if self.processes > 1:
-            values = [None] * self.processes
-            dist.all_gather_object(values, value, group=group)
+        if self.world_size > 1:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
-    def gather_books(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """The value of each data rank, once; all processes call it together, those that do not lead for nothing."""
-        return self.gather(value if self.leads else None, group)[:: self.sequence_parallel_size]
+    def gather_from_leaders(self, value: _T) -> list[_T]:
+        """The value of each data rank, once, on all ranks; of those that share a row the leader's counts."""
+        values: list[Any] = self.gather(value if self.is_group_leader else None)
+        return values[:: self.sequence_parallel_size]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
@@ -20,16 +20,18 @@ from internvl_pack.parallel.checks import (
     check_packed,
     token_multiple,
 )
-from train.combinations import PRESET
+from internvl_pack.plan.preset import Preset
 
+from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
 from .checkpoint import load_packing_state
+from .combinations import PRESET
 
 logger = logging.getLogger(__name__)
 
 GIVEN = "pad_to_multiple_of"  # of packing_state.json: the multiple that the user gave, the mode's own aside
 
 
-def check_options(model_args: Any, data_args: Any, args: Any) -> None:
+def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, args: PackTrainingArguments) -> None:
     """Check that rows, budgets and heads can be shared as asked.
 
     Raises:
@@ -45,12 +47,10 @@ def check_options(model_args: Any, data_args: Any, args: Any) -> None:
         check_heads(*heads, size, mode)
 
 
-def attention_heads(model_args: Any) -> tuple[int, int] | None:
+def attention_heads(model_args: ModelArguments) -> tuple[int, int] | None:
     """Query and key/value heads of the language model as its config says; None where it does not."""
-    from transformers import PreTrainedConfig
-
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model_args.model_name_or_path or model_args.llm_path)
+        config, _ = PreTrainedConfig.get_config_dict(str(model_args.model_name_or_path or model_args.llm_path))
     except OSError:
         return None  # told with its option when the model is loaded
     config = config.get("text_config") or config.get("llm_config") or config
@@ -58,7 +58,7 @@ def attention_heads(model_args: Any) -> tuple[int, int] | None:
     return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
 
 
-def select_shared_kernel(name: str, args: Any, dtype: torch.dtype) -> Kernel:
+def select_shared_kernel(name: str, args: PackTrainingArguments, dtype: torch.dtype) -> Kernel:
     """The attention kernel of the run: with ring `auto` means the first that attends to parts of segments.
 
     Raises:
@@ -76,11 +76,13 @@ def select_shared_kernel(name: str, args: Any, dtype: torch.dtype) -> Kernel:
     return kernel
 
 
-def given_multiple(data_args: Any) -> int:
+def given_multiple(data_args: DataTrainingArguments) -> int:
     return math.lcm(data_args.pad_to_multiple_of, data_args.pad_seq_to_mult)
 
 
-def fit_packing(packing: PackingConfig, data_args: Any, args: Any, checkpoint: str | None) -> PackingConfig:
+def fit_packing(
+    packing: PackingConfig, data_args: DataTrainingArguments, args: PackTrainingArguments, checkpoint: str | None
+) -> PackingConfig:
     """Samples' shares of the budget rounded up to what each is padded to, with ring; packs that exist stay as they are.
 
     A run that goes on keeps the multiple that its packs were filled with, so that the number of GPUs a row may change,
@@ -101,13 +103,13 @@ def fit_packing(packing: PackingConfig, data_args: Any, args: Any, checkpoint: s
     return replace(packing, pad_to_multiple_of=found)
 
 
-def _multiple_of_packs(data_args: Any, args: Any, checkpoint: str | None, given: int) -> int | None:
+def _multiple_of_packs(
+    data_args: DataTrainingArguments, args: PackTrainingArguments, checkpoint: str | None, given: int
+) -> int | None:
     """What the packs of a preset or of a saved run were filled by; None for packs yet to be made, or other options."""
     if data_args.way == PRESET:
         if args.sequence_parallel_size == 1 or not data_args.preset_path:
             return None
-        from internvl_pack.plan.preset import Preset
-
         planned = Preset(data_args.preset_path).settings["pad_to_multiple_of"]
         return planned if planned % given == 0 else None
     if checkpoint is None:

@@ -17,13 +17,17 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.utils import counters
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from internvl_pack.batch.loss_weights import IGNORE_INDEX
+from internvl_pack.model.packed import PackedModel
+
+if TYPE_CHECKING:
+    from .trainer import PackTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +62,11 @@ def row_shapes(max_tokens: int, max_tiles: int, tokens_per_tile: int) -> list[tu
     return shapes
 
 
-def made_up_row(tokens: int, tiles: int, targets: int, model: Any) -> dict[str, Any]:
+def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel) -> dict[str, Any]:
     """A batch of one row, as the loader would give it: half of it one sample, the rest samples of a few tokens.
 
     Args:
         tokens, tiles, targets: of row_shapes.
-        model: a PackedModel.
     """
     generator = torch.Generator().manual_seed(tokens)
     vocabulary = model.config.get_text_config().vocab_size
@@ -104,11 +107,11 @@ SHORT = 128
 class WarmUp(TrainerCallback):
     """Runs the rows of `row_shapes` when model and optimizer are ready, and says how long it took."""
 
-    def __init__(self, trainer: Any, max_tokens: int, max_tiles: int) -> None:
+    def __init__(self, trainer: PackTrainer, max_tokens: int, max_tiles: int) -> None:
         self.trainer, self.budget = trainer, (max_tokens, max_tiles)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        model, started, before = self.trainer.model, time.perf_counter(), compilations()
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        model, started, before = self.trainer.packed_model, time.perf_counter(), compilations()
         shapes = row_shapes(*self.budget, model.tokens_per_tile if model.has_vision else 0)
         for shape in shapes:
             forward_and_backward(self.trainer, made_up_row(*shape, model))
@@ -121,7 +124,9 @@ class WarmUp(TrainerCallback):
         )
 
 
-def forward_and_backward(trainer: Any, batch: dict[str, Any], between: Callable[[], None] = lambda: None) -> None:
+def forward_and_backward(
+    trainer: PackTrainer, batch: dict[str, Any], between: Callable[[], None] = lambda: None
+) -> None:
     """Of a row, as a step would make them, and all as it was; all ranks call it together.
 
     Args:
@@ -129,7 +134,8 @@ def forward_and_backward(trainer: Any, batch: dict[str, Any], between: Callable[
     """
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     inputs = trainer._prepare_inputs(batch)
-    wrapped, model = trainer.model_wrapped, trainer.model
+    wrapped: Any = trainer.model_wrapped
+    model = trainer.packed_model
     with torch.random.fork_rng(devices), trainer.compute_loss_context_manager():
         wrapped.train()
         if not _gathers_in_backward(wrapped):

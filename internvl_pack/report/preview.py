@@ -178,8 +178,9 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
     Raises:
         UserError: as the loader.
     """
-    dataset = loader.packed_dataset
-    most_tiles = num_rows * loader.budget[1] * loader.packs_per_batch
+    dataset, packs = loader.packed_dataset, loader.packs_per_batch
+    budget = dataset.config.max_packed_tokens * packs, dataset.config.num_images_expected * packs
+    most_tiles = num_rows * budget[1]
     room = _Room(tile_pixels=112 if most_tiles <= 480 else 80 if most_tiles <= 1600 else 56)
     decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
     rows: list[RowView] = []
@@ -187,7 +188,7 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
         rows.append(_row(batch, len(rows) + 1, decoder, max_text=MAX_TEXT // num_rows))
     return Preview(
         rows=rows,
-        budget=(loader.budget[0] * loader.packs_per_batch, loader.budget[1] * loader.packs_per_batch),
+        budget=budget,
         ledger_lines=loader.ledger.lines(),
         events=loader.take_events(),
         epoch=loader.epoch,

@@ -80,15 +80,11 @@ class PackLoader(DataLoader):
     Iterating gives one epoch (`set_epoch`). Batches are dicts of `packed_collate_fn`, and `batch["progress"].ends_step`
     marks the last one of an optimizer step. All ranks have the same number of batches.
 
-    Attributes:
-        packing_mode: how its rows are made, one of combinations.py; for reports.
-        row_budget: (tokens, tiles) that a row may hold, where that is not the dataset's budget of a pack.
+    Args:
+        collate_fn: rows to a batch; default: `packed_collator` of the dataset.
         agreement: with the ranks that share this one's rows (parallel/agreement.py).
+        others: see `build_loader`.
     """
-
-    packing_mode = "stream"
-    row_budget: tuple[int, int] | None = None
-    agreement: Agreement | None = None
 
     def __init__(
         self,
@@ -98,6 +94,7 @@ class PackLoader(DataLoader):
         accumulation: int = 1,
         num_workers: int = 0,
         collate_fn: Callable[..., dict[str, Any]] | None = None,
+        agreement: Agreement | None = None,
         **options: Any,
     ) -> None:
         for name, value in (("packs_per_batch", packs_per_batch), ("accumulation", accumulation)):
@@ -107,7 +104,8 @@ class PackLoader(DataLoader):
             ahead = options.get("prefetch_factor")
             options["prefetch_factor"] = _prefetch(dataset, packs_per_batch, num_workers, ahead)
         self.packed_dataset = dataset
-        self.pack_collate_fn = collate_fn or packed_collate_fn
+        self.pack_collate_fn = collate_fn or packed_collator(dataset)
+        self._agreement = agreement
         self._feed = _Feed(dataset, packs_per_batch, accumulation)
         self._store: LocalStore | None = None
         self._plan: dict[str, Any] | None = None  # its state after the last step that was delivered
@@ -116,12 +114,6 @@ class PackLoader(DataLoader):
         self._events = damage_events(dataset) if dataset.rank == 0 else []
         collate: Any = _Collate(self.pack_collate_fn)  # torch's types know batches only, not rows made one
         super().__init__(self._feed, batch_size=None, num_workers=num_workers, collate_fn=collate, **options)
-
-    @property
-    def budget(self) -> tuple[int, int]:
-        """Tokens and tiles of a row of one pack."""
-        config = self.packed_dataset.config
-        return self.row_budget or (config.max_packed_tokens, config.num_images_expected)
 
     @property
     def packs_per_batch(self) -> int:
@@ -186,7 +178,7 @@ class PackLoader(DataLoader):
 
     def _batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         read = self._from_readers(batches)
-        for batch in read if self.agreement is None else self.agreement.on(read):
+        for batch in read if self._agreement is None else self._agreement.on(read):
             progress: Progress = batch["progress"]
             self._commit(progress)
             if progress.fatal:
@@ -344,6 +336,42 @@ def damage_events(dataset: PackedDataset) -> list[dict[str, Any]]:
     ]
 
 
+def packed_collator(
+    dataset: PackedDataset,
+    *,
+    loss_reduction: str = "token",
+    pad_to: int | None = None,
+    pad_seq_to_mult: int = 1,
+    pad_cu_seqlens_to: int | None = None,
+) -> Callable[..., dict[str, Any]]:
+    """`packed_collate_fn` for the rows of a dataset: with its pad token, image token and tile size.
+
+    Args:
+        loss_reduction: `token`, `sample` or `square`; see batch/loss_weights.py.
+        pad_to, pad_seq_to_mult, pad_cu_seqlens_to: see `packed_collate_fn`.
+
+    Raises:
+        UserError: an unknown loss_reduction, or rows that would exceed the budget.
+    """
+    check_loss_reduction(loss_reduction)
+    if dataset.config.pad_to_multiple_of % pad_seq_to_mult:
+        raise UserError(
+            f"pad_seq_to_mult {pad_seq_to_mult} does not divide pad_to_multiple_of "
+            f"{dataset.config.pad_to_multiple_of}, which budgets are counted with: rows would exceed them; set both to "
+            "the same number"
+        )
+    return partial(
+        packed_collate_fn,
+        pad_token_id=dataset.encoder.pad_token_id,
+        image_size=dataset.encoder.config.image_size,
+        loss_reduction=loss_reduction,
+        pad_to=pad_to,
+        pad_seq_to_mult=pad_seq_to_mult,
+        pad_cu_seqlens_to=pad_cu_seqlens_to,
+        image_token_id=dataset.encoder.image_context_id,
+    )
+
+
 def build_loader(
     dataset: PackedDataset,
     *,
@@ -374,29 +402,19 @@ def build_loader(
     Raises:
         UserError: an unknown loss_reduction, a count below 1, or rows that would exceed the budget.
     """
-    check_loss_reduction(loss_reduction)
-    if dataset.config.pad_to_multiple_of % pad_seq_to_mult:
-        raise UserError(
-            f"pad_seq_to_mult {pad_seq_to_mult} does not divide pad_to_multiple_of "
-            f"{dataset.config.pad_to_multiple_of}, which budgets are counted with: rows would exceed them; set both to "
-            "the same number"
-        )
-    collate = partial(
-        packed_collate_fn,
-        pad_token_id=dataset.encoder.pad_token_id,
-        image_size=dataset.encoder.config.image_size,
+    collator = packed_collator(
+        dataset,
         loss_reduction=loss_reduction,
         pad_to=pad_to,
         pad_seq_to_mult=pad_seq_to_mult,
         pad_cu_seqlens_to=pad_cu_seqlens_to,
-        image_token_id=dataset.encoder.image_context_id,
     )
     return PackLoader(
         dataset,
         packs_per_batch=packs_per_batch,
         accumulation=accumulation,
         num_workers=num_workers,
-        collate_fn=collate,
+        collate_fn=collator,
         pin_memory=pin_memory,
         persistent_workers=persistent_workers,
         prefetch_factor=prefetch_factor,

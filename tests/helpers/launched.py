@@ -10,7 +10,7 @@ from typing import Any
 
 from helpers.factory import write_jsonl
 from internvl_pack.testing.tiny import save_tiny_checkpoint
-from train.sample_log import FOLDER
+from train.accounting import SAMPLE_IDS
 
 _OF_THE_CALLER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 
@@ -43,7 +43,7 @@ def launcher_settings(made: Path, out: Path, **env: str) -> dict[str, str]:
 
 def steps_made(out: Path) -> int:
     """The last step that the first rank wrote into its sample log."""
-    path = out / FOLDER / "rank00000.jsonl"
+    path = out / SAMPLE_IDS / "rank00000.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 

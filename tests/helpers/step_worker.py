@@ -53,7 +53,7 @@ class Watch(TrainerCallback):
 
         def planted(*args: Any, **kwargs: Any) -> Any:
             loss = compute_loss(*args, **kwargs)
-            if trainer.state.global_step + 1 == self.step and trainer.ranks.process == self.rank:
+            if trainer.state.global_step + 1 == self.step and trainer.ranks.rank == self.rank:
                 loss.register_hook(lambda gradient: gradient * torch.nan)
             return loss
 
@@ -114,7 +114,7 @@ def run_all(runs: list[dict[str, Any]]) -> None:
         watch = Watch(trainer, run["planted"])
         trainer.add_callback(watch)
         if run["warm_up"]:
-            trainer.add_callback(WarmUp(trainer, *trainer.loader.budget))
+            trainer.add_callback(WarmUp(trainer, *trainer.row_budget))
         tiles: list[int] = []
         hook = trainer.model.register_forward_pre_hook(partial(count_tiles, tiles), with_kwargs=True)
         assert prepared.train() == 0

@@ -17,8 +17,8 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS
 from internvl_pack.plan.preset import Preset
 from train import sequence
+from train.accounting import read_sample_log
 from train.options import parse
-from train.sample_log import read_sample_log
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 4

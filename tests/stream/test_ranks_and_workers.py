@@ -16,7 +16,7 @@ from internvl_pack.config import PackingConfig
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, build_loader
 from internvl_pack.stream.state import make_state, plan_of
-from train.trainer import defer_worker_death
+from train.interruption import defer_worker_death
 
 
 def make(meta, tokenizer, config, ranks=1, workers=0, **options) -> list[PackLoader]:

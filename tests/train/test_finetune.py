@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.runs import summary_of, weights
 
-from train.quarantine import Quarantine
+from train.accounting import Quarantine
+from train.ranks import Ranks
 
 COUNT = 24
 
@@ -139,17 +140,17 @@ def event(name: str, epoch: int = 0) -> dict:
 
 
 def test_a_resumed_run_adds_only_what_is_new(tmp_path):
-    Quarantine(FakeLoader([event("a"), event("b")]), tmp_path, resumed=False).flush()
+    Quarantine(FakeLoader([event("a"), event("b")]), tmp_path, Ranks(), resumed=False).flush()
     with open(tmp_path / "quarantine.jsonl", "a") as file:
         file.write('{"id": "cut off')
-    Quarantine(FakeLoader([event("b"), event("c"), event("b", 1)]), tmp_path, resumed=True).flush()
+    Quarantine(FakeLoader([event("b"), event("c"), event("b", 1)]), tmp_path, Ranks(), resumed=True).flush()
     lines = (tmp_path / "quarantine.jsonl").read_text().splitlines()
     assert len(lines) == 5 and [json.loads(line)["id"] for line in lines[3:]] == ["c", "b"]
 
 
 def test_a_fresh_run_begins_the_list_anew(tmp_path):
-    Quarantine(FakeLoader([event("a")]), tmp_path, resumed=False).flush()
-    Quarantine(FakeLoader([event("b")]), tmp_path, resumed=False).flush()
+    Quarantine(FakeLoader([event("a")]), tmp_path, Ranks(), resumed=False).flush()
+    Quarantine(FakeLoader([event("b")]), tmp_path, Ranks(), resumed=False).flush()
     assert [e["id"] for e in quarantined(tmp_path)] == ["b"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from internvl_pack.ledger import Ledger
 from train import quickstart_report
-from train.summary import tokens_per_second
+from train.metrics import tokens_per_second
 
 REQUIRED = """ranks zero_stage steps steps_over_bound steps_empty token_fill tile_fill packs samples_in samples_packed
 samples_dropped loss_first loss_last tokens_per_s_packed tokens_per_s_padded"""

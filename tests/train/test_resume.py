@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from internvl_pack import PresetDataset
 from internvl_pack.cli import main as internvl_pack
-from train.sample_log import read_sample_log
+from train.accounting import read_sample_log
 
 COUNT = 400
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks

@@ -55,7 +55,7 @@ def test_six_lines_train_a_dataset_and_evaluate_another(tokenizer, tmp_path, env
     trainer.train()
     steps = sum(1 for _ in datasets[0].step_plan(0, 2))
     assert trainer.state.global_step == steps
-    ledger = trainer.ended_ledger()
+    ledger = trainer.ledgers.of_ended()
     ledger.check()
     assert ledger.samples_packed == 40
     (evaluation,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.foresight import untrained_by_text
+from train.callbacks import untrained_by_text
 
 
 def parts(*names: str) -> dict[str, bool]:

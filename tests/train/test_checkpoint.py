@@ -13,9 +13,20 @@ from types import SimpleNamespace
 import pytest
 
 from internvl_pack.errors import UserError
-from train import checkpoint_folders
-from train.checkpoint import PACKING_STATE, load_packing_state
-from train.checkpoint_folders import find, folders_of, inspect, mark, overruled, remove, rotate, writing_to
+from train.checkpoint import (
+    PACKING_STATE,
+    find_checkpoint,
+    folders_of,
+    give_usual_modes,
+    inspect,
+    load_packing_state,
+    mark,
+    optimizer_options,
+    overruled,
+    remove,
+    rotate,
+    writing_to,
+)
 
 STATE = {"version": 3, "epoch": 0, "options": {"seed": 42}, "plan": None, "losses": {}}
 
@@ -37,19 +48,19 @@ def test_auto_takes_the_one_written_last_and_says_which(tmp_path, caplog):
     newest = checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 200, state=None)
     (tmp_path / "checkpoint-best").mkdir()
-    assert find("auto", tmp_path) == find("True", tmp_path) == newest
+    assert find_checkpoint("auto", tmp_path) == find_checkpoint("True", tmp_path) == newest
     assert f"going on from {newest}, step 20" in caplog.text
 
 
 @pytest.mark.parametrize("value", [None, "False", "none", ""])
 def test_nothing_is_gone_on_from_unless_asked(tmp_path, value):
     checkpoint(tmp_path, 1)
-    assert find(value, tmp_path) is None
+    assert find_checkpoint(value, tmp_path) is None
 
 
 def test_auto_without_a_checkpoint_begins_anew(tmp_path):
     checkpoint(tmp_path, 3, state=None)
-    assert find("auto", tmp_path) is find("auto", tmp_path / "nowhere") is None
+    assert find_checkpoint("auto", tmp_path) is find_checkpoint("auto", tmp_path / "nowhere") is None
 
 
 def cut_mark(folder: Path) -> None:
@@ -76,13 +87,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, caplog
     damage, told = DAMAGE[kind]
     before, newest = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     damage(newest)
-    assert find("auto", tmp_path) == before
+    assert find_checkpoint("auto", tmp_path) == before
     assert f"{newest} is passed over: " in caplog.text and told in caplog.text
     with pytest.raises(UserError, match=f"checkpoint-2: no complete checkpoint: .*{told}.*is {before}"):
-        find(str(newest), tmp_path)
+        find_checkpoint(str(newest), tmp_path)
     damage(before)
     with pytest.raises(UserError, match=f"every checkpoint of {tmp_path} is damaged"):
-        find("auto", tmp_path)
+        find_checkpoint("auto", tmp_path)
 
 
 def test_lanes_that_have_not_begun_are_not_missed(tmp_path):
@@ -108,7 +119,7 @@ def test_forged_marks_are_damage_and_never_an_error(tmp_path):
             text = text[:place] + draw.choice(values) + text[place + draw.randrange(12) :]
         (folder / PACKING_STATE).write_text(text)
         assert isinstance(inspect(folder).damage, str)
-        find("auto", tmp_path) if not inspect(folder).damage else None
+        find_checkpoint("auto", tmp_path) if not inspect(folder).damage else None
 
 
 # --- removal
@@ -176,7 +187,7 @@ def test_at_every_moment_of_saving_and_rotation_there_is_one_to_go_on_from(tmp_p
                 if not folder.exists():
                     checkpoint(tmp_path, step, state=None)
                 else:  # what a run does that went on from 2 after 3 was written
-                    checkpoint_folders.rotate(tmp_path, 2)
+                    rotate(tmp_path, 2)
                     if len(folders_of(tmp_path)) > 1:
                         remove(folder)
                         checkpoint(tmp_path, step, state=None)
@@ -184,7 +195,7 @@ def test_at_every_moment_of_saving_and_rotation_there_is_one_to_go_on_from(tmp_p
                 rotate(tmp_path, 2 if step == 2 else 1)
         except Killed:
             died = True
-    found = find("auto", tmp_path)
+    found = find_checkpoint("auto", tmp_path)
     assert found is not None and inspect(found).damage == ""
     if not died:
         assert found.name == "checkpoint-3"
@@ -230,7 +241,7 @@ def test_saved_files_have_the_modes_of_the_umask(tmp_path, umask, mode):
     path.chmod(0o600)
     before = os.umask(umask)
     try:
-        checkpoint_folders.give_usual_modes(tmp_path)
+        give_usual_modes(tmp_path)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == mode
@@ -238,7 +249,7 @@ def test_saved_files_have_the_modes_of_the_umask(tmp_path, umask, mode):
 
 def test_options_that_the_checkpoint_overrules_are_told():
     args = SimpleNamespace(learning_rate=1e-4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-    state = json.loads(json.dumps({"optimizer": checkpoint_folders.optimizer_options(args)}))
+    state = json.loads(json.dumps({"optimizer": optimizer_options(args)}))
     assert overruled(state, args) == overruled({}, args) == []
     args.learning_rate = 2e-5
     (line,) = overruled(state, args)

@@ -1,0 +1,119 @@
+"""One small all-reduce a step, on the CPU, before the step: what all ranks have to know of each other.
+
+    loss_weight            sum of the step's loss weights: the normaliser, exact over ranks and accumulation
+    has_data, failed       whether any rank has a batch, and whether any could not read on: all then end together
+    capacity, num_...      figures of the metrics
+    flops, balance         operations of all data ranks, and the mean rank's share of the dearest one's
+
+It is the only collective that training on packs adds to the optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from internvl_pack.errors import UserError
+from internvl_pack.parallel.agreement import OtherRankFailed
+
+from .metrics import StepMetrics
+from .ranks import Ranks
+
+COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
+_SUMMED = ("loss_weight", "has_data", "failed", "capacity", *COUNTS)
+
+Batch = dict[str, Any]  # of packed_collate_fn
+
+
+class StepSync:
+    """Reads steps so that all ranks make each of them, or fail, together.
+
+    Args:
+        over_all_ranks: normalise by the loss weights of all ranks; False: by each rank's own.
+    """
+
+    def __init__(self, ranks: Ranks, metrics: StepMetrics, *, over_all_ranks: bool = True) -> None:
+        self.ranks, self.metrics, self.over_all_ranks = ranks, metrics, over_all_ranks
+
+    def next_step(self, batches: Iterator[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """This rank's micro-batches of the next step, and the figures of all ranks; all call it together.
+
+        Returns:
+            No micro-batches, and `has_data` 0, at the end of the epoch.
+
+        Raises:
+            UserError: bad data on any rank.
+            RuntimeError: a rank cannot read on for another reason.
+        """
+        step: list[Batch] = []
+        error: Exception | None = None
+        try:
+            for batch in batches:
+                step.append(batch)
+                if batch["progress"].ends_step:
+                    break
+        except Exception as problem:  # whatever it is: the others wait
+            error = problem
+        sums = self._reduce(step, failed=error is not None)
+        if sums["failed"]:
+            self._fail_together(error)
+        return step, sums
+
+    def next_batch(self, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
+        """This rank's next batch, if it has one, and whether any rank has; all call it together.
+
+        Raises:
+            UserError, RuntimeError: as `next_step`.
+        """
+        batch, error = None, None
+        try:
+            batch = next(batches, None)
+        except Exception as problem:
+            error = problem
+        flags = self.ranks.all_reduce(torch.tensor([batch is not None, error is not None], dtype=torch.int64))
+        more, failed = flags.tolist()
+        if failed:
+            self._fail_together(error)
+        return batch, bool(more)
+
+    def normalizer(self, sums: dict[str, float]) -> float:
+        """What each rank divides its weighted loss by.
+
+        Gradients are averaged over all ranks afterwards, and ranks that share a row each have a part of its sum: hence
+        the division. A step in which nothing is supervised has a zero sum: any normaliser gives zero.
+        """
+        if self.over_all_ranks:
+            weights, averaged = sums["loss_weight"], self.ranks.world_size
+        else:
+            weights, averaged = sums["own_loss_weight"], self.ranks.sequence_parallel_size
+        return weights / averaged if weights > 0 else 1.0
+
+    def _reduce(self, batches: list[Batch], *, failed: bool) -> dict[str, float]:
+        """Sums over the data ranks, and the dearest one's modelled cost against the mean."""
+        ranks = self.ranks
+        own = {key: float(sum(b[key] for b in batches)) for key in COUNTS}
+        own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
+        own["has_data"] = float(bool(batches))
+        own["capacity"] = self.metrics.capacity(batches)
+        vector = torch.zeros(len(_SUMMED) + ranks.data_ranks, dtype=torch.float64)
+        if ranks.is_group_leader:  # what a row holds counts once, however many share it
+            vector[: len(_SUMMED)] = torch.tensor([own.get(key, 0.0) for key in _SUMMED], dtype=torch.float64)
+            vector[len(_SUMMED) + ranks.data_rank] = self.metrics.cost(batches)
+        vector[_SUMMED.index("failed")] = failed
+        values = ranks.all_reduce(vector).tolist()
+        sums, costs = dict(zip(_SUMMED, values, strict=False)), values[len(_SUMMED) :]
+        sums["flops"] = sum(costs)
+        sums["balance"] = sum(costs) / len(costs) / max(costs) if max(costs) > 0 else 1.0
+        sums["own_loss_weight"] = own["loss_weight"]
+        return sums
+
+    def _fail_together(self, error: Exception | None) -> NoReturn:
+        """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
+        of_others = error is None or isinstance(error, OtherRankFailed)  # the rank that failed has the reason
+        messages = self.ranks.gather(None if of_others else (type(error).__name__, str(error)))
+        rank, (kind, message) = next((rank, found) for rank, found in enumerate(messages) if found)
+        if kind == UserError.__name__:
+            raise UserError(message) from error
+        raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
