@@ -20,6 +20,7 @@ from internvl_pack.stream.shared_memory import allow_many_open_files
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2  # exit code
+KEYBOARD_INTERRUPT = 130  # exit code: as shells give it
 INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 SECONDS_FOR_THE_FIRST_RANK = 15.0
 

@@ -1,11 +1,11 @@
 """Save and stop: a run that is told to end first writes a checkpoint it can go on from.
 
-SIGTERM, SIGUSR1 (what Slurm sends before a time limit, `--signal=B:USR1@120`) and SIGHUP (a terminal that is closed;
-ignored where it was ignored at the start, as by nohup), or a file named STOP in the output folder for those who can
-send no signal. The step that runs is finished, all ranks agree, a full checkpoint is written, and the process exits
-with status 75 (`INTERRUPTED`): started again with `--resume_from_checkpoint auto` it goes on with the next pack.
+SIGTERM, SIGUSR1 (what Slurm sends before a time limit, `--signal=B:USR1@120`), SIGHUP (a terminal that is closed;
+ignored where it was ignored at the start, as by nohup) and Ctrl-C, or a file named STOP in the output folder for those
+who can send no signal. The step that runs is finished, all ranks agree, a full checkpoint is written, and the process
+exits with status 75 (`INTERRUPTED`): started again with `--resume_from_checkpoint auto` it goes on with the next pack.
 
-A run that makes no step any more cannot do so. SIGTERM sent to it once more ends it, without a checkpoint.
+A second Ctrl-C ends the run at once, without a checkpoint. So does a second SIGTERM where a run makes no step any more.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .environment import KEYBOARD_INTERRUPT
+
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "STOP"
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 # What can ask for it; the place in the list travels over the ranks.
 REASONS = ("", *SIGNALS, f"the file {STOP_FILE}")
 PATIENCE_SECONDS = 10.0
 # A run makes no progress where its last step ended longer ago than PATIENCE_SECONDS and than this many of its longest
 # steps. Signals that a scheduler and a launcher both send come closer together.
 PATIENCE_STEPS = 3
+# One Ctrl-C, which a terminal and a launcher both send, is closer together.
+SECONDS_BETWEEN_INTERRUPTS = 0.5
 TERMINATED = 128 + signal.SIGTERM  # exit code
 
 
@@ -49,6 +53,7 @@ class StopRequest:
         self.file = Path(output_dir) / STOP_FILE
         self.rank = rank
         self._asked = 0
+        self._interrupted = 0.0  # when, by the clock
         self.agreed = ""
         self._progress = Progress()
 
@@ -72,7 +77,14 @@ class StopRequest:
         self._asked = REASONS.index(signal.Signals(number).name)
 
     def _heard(self, number: int) -> None:
-        """In a thread, even while the main one waits in a collective: end a run that hangs."""
+        """In a thread, even while the main one waits in a collective: end a run that hangs, or at a second Ctrl-C."""
+        if number == signal.SIGINT:
+            before, self._interrupted = self._interrupted, time.monotonic()
+            if before and self._interrupted - before > SECONDS_BETWEEN_INTERRUPTS:
+                os._exit(KEYBOARD_INTERRUPT)
+            if not before and not self.rank:
+                line = "Ctrl-C: the run saves a checkpoint at the end of this step and stops; once more quits at once"
+                print(line, file=sys.stderr, flush=True)
         if number != signal.SIGTERM or self.agreed or not self._progress.asked_in_vain():
             return
         line = (
@@ -97,6 +109,16 @@ class StopRequest:
         if self.agreed and self.rank == 0:
             self.file.unlink(missing_ok=True)  # the run that goes on is not meant
         return self.agreed
+
+
+def defer_worker_death() -> None:
+    """Let a reader process that died be noticed where its data is missed, not in the middle of a collective.
+
+    torch raises from a SIGCHLD handler, wherever the main thread is: other ranks would then wait in the
+    all-reduce that this one never joins. Without the handler the loader itself notices within seconds.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 class Progress:

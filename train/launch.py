@@ -2,10 +2,12 @@
 
     python -m train.launch --standalone --nproc_per_node 8 train/finetune.py ...
 
-* SIGTERM, SIGUSR1 and SIGHUP are handed on to the ranks, which save a checkpoint and end in their own time. torchrun
-  dies of SIGUSR1 and leaves its ranks behind; on the others it kills them 30 s later, however far the checkpoint is.
-* The exit status is the ranks': 2 for a mistake of the user, 75 for a run that stopped at a checkpoint, without
-  torchrun's own report, which says nothing that the rank has not said. Any other failure is reported as torchrun does.
+* SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are handed on to the ranks, which save a checkpoint and end in their own time.
+  torchrun dies of SIGUSR1 and leaves its ranks behind; on the others it kills them 30 s later, however far the
+  checkpoint is.
+* The exit status is the ranks': 2 for a mistake of the user, 75 for a run that stopped at a checkpoint, 130 after a
+  second Ctrl-C, without torchrun's own report, which says nothing that the rank has not said. Any other failure is
+  reported as torchrun does.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from train.environment import INTERRUPTED, USER_ERROR, telling_of_ports
+from train.environment import INTERRUPTED, KEYBOARD_INTERRUPT, USER_ERROR, telling_of_ports
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-ENDS_THE_RUN = "SIGINT,SIGQUIT"  # what torchrun is left to handle
+ENDS_THE_RUN = "SIGQUIT"  # what torchrun is left to handle
 SECONDS_TO_END = 10  # of the other ranks, after one has failed
 
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.signals_to_handle = ENDS_THE_RUN
     if getattr(args, "shutdown_timeout", 0) is None:  # not in torch 2.10
         args.shutdown_timeout = SECONDS_TO_END
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job is started without it
+    signal.signal(signal.SIGINT, hand_on)  # a script's background job is started without it
     for number in HANDED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, hand_on)
@@ -51,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except ChildFailedError as error:
         statuses = {failure.exitcode for failure in error.failures.values()}
-        for told in (USER_ERROR, INTERRUPTED):
-            if told in statuses:
-                return told
+        for said in (USER_ERROR, INTERRUPTED, KEYBOARD_INTERRUPT):
+            if said in statuses:
+                return said
         print(error, file=sys.stderr, flush=True)
         status = error.get_first_failure()[1].exitcode
         return status if status > 0 else 128 - status

@@ -1,20 +1,26 @@
-"""Training on the console: a bar where a person looks, and a line now and then where nobody does."""
+"""Training on the console: a bar where a person looks, else a line for each logged step; a line for each evaluation."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO
 
-from transformers import TrainerCallback
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-SECONDS_BETWEEN_LINES = 5.0
+if TYPE_CHECKING:
+    from .trainer import PackTrainer
+
 BAR_CELLS = 20
 
 # What the console shows of the logs, and how. Every logged name goes to TensorBoard and the like.
 SHOWN = (
     ("loss", "loss {:.4f}"),
+    ("learning_rate", "lr {:.3g}"),
+    ("grad_norm", "grad norm {:.3g}"),
     ("token_fill", "fill {:.1%}"),
     ("samples_per_pack", "{:.1f} samples/pack"),
     ("tokens_per_s_per_gpu", "{:,.0f} tokens/s/rank"),
@@ -24,55 +30,77 @@ SHOWN = (
 
 
 class ConsoleProgress(TrainerCallback):
-    """One bar for the run: a tqdm bar on a terminal, else lines at most every few seconds."""
+    """The run on the first rank's console."""
 
     def __init__(self, name: str = "train", stream: TextIO | None = None) -> None:
         self.name = name
         self.stream = stream or sys.stderr
-        self.is_terminal = self.stream.isatty()
         self.bar: Any = None
-        self.last_line = 0.0
-        self.text = ""
+        self.began = 0.0, 0  # seconds by the clock, steps made before
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.last_line = time.monotonic()
-        if state.is_world_process_zero and self.is_terminal:
-            from tqdm import tqdm
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.began = time.monotonic(), state.global_step
+        if state.is_world_process_zero and self.stream.isatty():
+            steps = {"total": state.max_steps, "initial": state.global_step}
+            self.bar = tqdm(desc=self.name, unit="step", file=self.stream, **steps)
 
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", file=self.stream
-            )
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        self.text = ", ".join(form.format(logs[name]) for name, form in SHOWN if name in logs)
+        text = ", ".join(form.format(logs[name]) for name, form in SHOWN if name in logs)
         if self.bar is not None:
-            self.bar.set_postfix_str(self.text, refresh=False)
-        elif time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
-            self._line(state.global_step, state.max_steps)
+            self.bar.set_postfix_str(text, refresh=False)
+            return
+        step, total = state.global_step, max(1, state.max_steps)
+        filled = round(BAR_CELLS * step / total)
+        cells = "#" * filled + "-" * (BAR_CELLS - filled)
+        self._print(f"{self.name} [{cells}] step {step}/{total}: {text}, {self._time_left(step, total)} left")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if state.is_world_process_zero and metrics:
+            shown = {name: f"{v:,.0f}" if float(v).is_integer() else f"{v:.4f}" for name, v in metrics.items()}
+            text = ", ".join(f"{name} {value}" for name, value in shown.items() if name != "epoch")
+            self._print(f"evaluation at step {state.global_step}: {text}")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.bar is not None:
             self.bar.total = max(self.bar.total or 0, state.max_steps)
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.bar is not None:
             self.bar.total = state.global_step
             self.bar.close()
             self.bar = None
-        elif state.is_world_process_zero:
-            self._line(state.global_step, state.global_step)
 
-    def _line(self, step: int, total: int) -> None:
-        filled = round(BAR_CELLS * step / max(1, total))
-        bar = "#" * filled + "-" * (BAR_CELLS - filled)
-        print(f"{self.name} [{bar}] step {step}/{total}: {self.text}", file=self.stream, flush=True)
-        self.last_line = time.monotonic()
+    def _time_left(self, step: int, total: int) -> timedelta:
+        """By the mean of this process's steps, in whole seconds."""
+        started, before = self.began
+        a_step = (time.monotonic() - started) / max(1, step - before)
+        return timedelta(seconds=round(a_step * (total - step)))
+
+    def _print(self, line: str) -> None:
+        if self.bar is not None:
+            self.bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
 
 
-def install(trainer: Any, name: str = "train") -> None:
+def install(trainer: PackTrainer, name: str = "train") -> None:
     """Put `ConsoleProgress` in the place of the Trainer's own bar or printer."""
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

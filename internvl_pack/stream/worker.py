@@ -33,16 +33,16 @@ def begin_reader() -> None:
 
 
 def obey_only_the_parent() -> None:
-    """Ignore SIGUSR1 and SIGHUP, and SIGTERM from anybody but the parent.
+    """Ignore SIGINT, SIGUSR1 and SIGHUP, and SIGTERM from anybody but the parent.
 
-    A launcher or Slurm sends signals to every process of a rank, its readers included; without them the rank could not
-    finish its step. A handler in Python does not learn who sent a signal, `sigwaitinfo` does: SIGTERM is blocked, a
-    thread waits for it.
+    A terminal, a launcher or Slurm sends signals to every process of a rank, its readers included; without them the
+    rank could not finish its step. A handler in Python does not learn who sent a signal, `sigwaitinfo` does: SIGTERM is
+    blocked, a thread waits for it.
     """
     if os.getpid() in _threads or not hasattr(signal, "sigwaitinfo"):
         return
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     _threads[os.getpid()] = threading.Thread(target=_wait_for_the_parent, args=(os.getppid(),), daemon=True)
     _threads[os.getpid()].start()

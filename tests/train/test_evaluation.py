@@ -34,11 +34,16 @@ def evaluate(made: Path, out: Path, *options: str, ranks: int = 1) -> dict[str, 
     argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json")]
     argv += ["--eval_meta_path", str(made / "meta.json"), "--do_eval", "True", "--output_dir", str(out)]
     argv += ["--use_packed_ds", "True", "--force_image_size", "56", "--num_images_expected", "24"]
+    argv += ["--eval_strategy", "steps", "--eval_steps", "1"]
     argv += ["--max_steps", "1", "--learning_rate", "0", "--save_strategy", "no", "--report_to", "none"]
     argv += ["--use_cpu", "True", "--check_isolation", "False", *options]
     run("train.finetune:main", argv, ranks, out.with_suffix(".log"))
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    (logged,) = (entry for entry in history if "eval_loss" in entry)
+    (logged,) = (entry for entry in history if "eval_loss" in entry)  # once, though asked for at step 1 and at the end
+    assert (
+        out.with_suffix(".log").read_text().count(f"evaluation at step 1: eval_loss {logged['eval_loss']:.4f}, ") == 1
+    )
+    assert json.loads((out / "train_summary.json").read_text())["evaluation"] == logged
     return {key: value for key, value in logged.items() if key.startswith("eval_")}
 
 

@@ -18,7 +18,7 @@ from train.ranks import others_answer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"])
 def test_each_signal_asks_to_save_and_stop(tmp_path, name):
     request, number = StopRequest(tmp_path, 0), getattr(signal, name)
     before = signal.getsignal(number)
@@ -40,7 +40,7 @@ def test_sighup_is_ignored_where_it_was_ignored(tmp_path):
 
 
 def test_reasons_fit_into_the_number_that_travels():
-    assert REASONS[0] == "" and len(set(REASONS)) == len(REASONS) == 5
+    assert REASONS[0] == "" and len(set(REASONS)) == len(REASONS) == 6
 
 
 class Clock:
@@ -103,6 +103,18 @@ def test_sigterm_twice_ends_a_run_whose_main_thread_waits_in_native_code(tmp_pat
     out, told = run.communicate(timeout=10)
     assert run.returncode == TERMINATED == 143 and "gone on" not in out
     assert told.strip().splitlines()[-1].startswith("SIGTERM again, and no step for")
+
+
+def test_the_second_ctrl_c_quits_at_once(tmp_path, monkeypatch, capsys):
+    quits = []
+    monkeypatch.setattr(interruption.os, "_exit", quits.append)
+    request = StopRequest(tmp_path, 0)
+    request._heard(signal.SIGINT)
+    request._heard(signal.SIGINT)  # the launcher's, beside the terminal's
+    assert capsys.readouterr().err.count("once more quits at once") == 1 and not quits
+    monkeypatch.setattr(interruption, "SECONDS_BETWEEN_INTERRUPTS", 0.0)
+    request._heard(signal.SIGINT)
+    assert quits == [130]
 
 
 def test_a_checkpoint_that_is_being_written_is_not_ended(tmp_path, monkeypatch):

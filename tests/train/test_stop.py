@@ -13,9 +13,9 @@ import pytest
 from helpers.launched import launcher_settings, losses, made_in, steps_made
 
 from train import finetune
+from train.accounting import read_sample_log
 from train.environment import INTERRUPTED
 from train.interruption import STOP_FILE, StopRequest
-from train.sample_log import read_sample_log
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
@@ -202,7 +202,7 @@ def test_a_reader_obeys_its_parent_alone():
     code += "print('ready', flush=True); time.sleep(60)"
     reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
-    for name in ("TERM", "USR1", "HUP", "TERM"):
+    for name in ("TERM", "USR1", "HUP", "INT", "TERM"):
         subprocess.run(["sh", "-c", f"kill -{name} {reader.pid}; :"], check=True)
     with pytest.raises(subprocess.TimeoutExpired):
         reader.wait(timeout=0.5)
