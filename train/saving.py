@@ -9,11 +9,13 @@ from typing import Any
 
 from internvl_pack.checkpoints import internvl_format, lora
 from internvl_pack.checkpoints.internvl_format_files import config_of, local_folder, save_internvl_format
+from internvl_pack.checkpoints.processor import processor_files, save_processor
 from internvl_pack.checkpoints.tokenizers import save_tokenizer
+from internvl_pack.encode.sample import EncodeConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.packed import PackedModel, inner_names
 
-from .checkpoint_folders import give_usual_modes, writing_to
+from .checkpoint import give_usual_modes, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +30,16 @@ class Saving:
         save_format: "hf", transformers' native checkpoint, or "internvl", InternVLChatModel.
         merge_lora: write the whole model with LoRA merged into its weights; otherwise the adapters alone.
         source: the checkpoint that was loaded, by the user's name for it.
+        encode: how the data is encoded, for the processor files; None writes none.
     """
 
     save_format: str = "hf"
     merge_lora: bool = True
     source: str | None = None
+    encode: EncodeConfig | None = None
 
     def write(self, packed: PackedModel, folder: str | Path, state_dict: dict | None, tokenizer: Any) -> None:
-        """Write model and tokenizer.
+        """Write model, tokenizer and processor: a folder that inference can start from.
 
         Args:
             state_dict: gathered, by the names of `packed` or of the model inside; None for the model's own.
@@ -53,17 +57,18 @@ class Saving:
         if lora.has_lora(model):
             alone = Path(folder) if not self.merge_lora else Path(folder, ADAPTER)
             lora.save_adapter(model, state, alone, self.source)
-        if lora.has_lora(model) and not self.merge_lora:
-            tokenizer.save_pretrained(folder)
+        if self.save_format == "internvl":
+            like = self._original_folder()
+            save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
+            if like is None:
+                save_tokenizer(tokenizer, folder)
             return
-        if self.save_format == "hf":
+        if self.merge_lora or not lora.has_lora(model):
             packed.save_pretrained(folder, state_dict=state)
-            tokenizer.save_pretrained(folder)
-            return
-        like = self._original_folder()
-        save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
-        if like is None:
-            save_tokenizer(tokenizer, folder)
+        tokenizer.save_pretrained(folder)
+        if packed.has_vision and self.encode is not None:
+            vocab_size = packed.config.get_text_config().vocab_size
+            save_processor(folder, self.source, tokenizer, self.encode, vocab_size)
 
     def read(self, packed: PackedModel, folder: str | Path) -> None:
         """Take the weights of a checkpoint that `write` wrote.
@@ -79,8 +84,8 @@ class Saving:
         alone = Path(folder, ADAPTER)
         lora.load_adapter(packed.model, alone if alone.is_dir() else Path(folder))
 
-    def check(self, packed: PackedModel, data_args: Any) -> None:
-        """Before training: that the model can be written so, and what its config will say.
+    def check(self, packed: PackedModel) -> None:
+        """Before training: that the model can be written so, and what its config will say of the data's encoding.
 
         Raises:
             UserError: names the option.
@@ -94,19 +99,21 @@ class Saving:
             )
         if not self.merge_lora:
             lora.peft_config(packed.model, self.source)
+        processor_files(self.source)  # of a hub name they are in the cache from here on
         if not packed.has_vision:
             if self.save_format == "internvl":
                 raise UserError("--save_format internvl: the model has no vision tower")
             return
-        if self.save_format == "internvl" or internvl_format.loaded_from(packed.config):
+        encode = self.encode
+        if encode is not None and (self.save_format == "internvl" or internvl_format.loaded_from(packed.config)):
             try:
                 internvl_format.remember(
                     packed.config,
-                    template=data_args.conv_style,
-                    dynamic_image_size=data_args.dynamic_image_size,
-                    use_thumbnail=data_args.use_thumbnail,
-                    min_dynamic_patch=data_args.min_dynamic_patch,
-                    max_dynamic_patch=data_args.max_dynamic_patch,
+                    template=encode.conv_style,
+                    dynamic_image_size=encode.dynamic_image_size,
+                    use_thumbnail=encode.use_thumbnail,
+                    min_dynamic_patch=encode.min_dynamic_patch,
+                    max_dynamic_patch=encode.max_dynamic_patch,
                 )
             except UserError as error:
                 raise UserError(f"--save_format {self.save_format}: {error}") from error

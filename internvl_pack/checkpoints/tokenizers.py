@@ -60,6 +60,23 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def name_image_tokens(folder: str | Path, tokenizer: Any, vocab_size: int) -> None:
+    """Let a saved tokenizer name its image tokens as processors of the native model ask for them.
+
+    They ask for a token for videos, too: `<video>` where the model's embeddings have a row for it. Elsewhere it is one
+    that stands in no prompt, and the processor takes images only.
+    """
+    from transformers import AutoTokenizer
+
+    has_row = "<video>" in tokenizer.get_vocab() or len(tokenizer) < vocab_size
+    video = "<video>" if has_row else IMAGE_NAMES["end_image_token"]
+    names = IMAGE_NAMES | {"video_token": video}
+    if all(getattr(tokenizer, name, None) == token for name, token in names.items()):
+        return
+    named = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, extra_special_tokens=names)
+    named.save_pretrained(folder)
+
+
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
     """Save it as transformers 4 reads it, too, on which InternVL's own code runs."""
     tokenizer.save_pretrained(folder)

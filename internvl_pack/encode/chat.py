@@ -10,6 +10,7 @@ can never be mistaken for structure. Templates are found by `conv_style` in a re
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -126,6 +127,32 @@ class Frame(NamedTuple):
     between: str = ""
 
 
+_ROLES_OF_JINJA = {"system": "system", "human": "user", "gpt": "assistant", "function": "tool"}
+_JINJA = """\
+{%- macro text(content) -%}
+  {%- if content is string -%}
+    {{ content }}
+  {%- else -%}
+    {%- for part in content -%}
+      {%- if part['type'] == 'text' -%}
+        {{ part['text'] }}
+      {%- elif part['type'] == 'image' -%}
+        {{ '<IMG_CONTEXT>\\n' }}
+      {%- elif part['type'] == 'video' -%}
+        {{ '<video>\\n' }}
+      {%- endif -%}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+{%- if messages[0]['role'] != 'system' %}{{ SYSTEM }}{% endif -%}
+{%- for message in messages -%}
+    TURNS
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ PROMPT }}{% endif -%}
+"""
+
+
 class Framed:
     """Each turn in the frame of its role, encoded on its own.
 
@@ -158,10 +185,11 @@ class Framed:
         texts = {text for frame in frames.values() for text in (*frame, "") if text is not None}
         self._fixed = {text: ids_of(tokenizer, text) for text in texts}
         self._default_system: list[Part] = []
+        self._system = ""
         if system_prompt is not None:
             frame = frames["system"]
-            whole = ids_of(tokenizer, f"{frame.before}{frame.text}{system_prompt}{frame.end}{frame.between}")
-            self._default_system = [Part("ids", whole), Part("end", "system")]
+            self._system = f"{frame.before}{frame.text}{system_prompt}{frame.end}{frame.between}"
+            self._default_system = [Part("ids", ids_of(tokenizer, self._system)), Part("end", "system")]
 
     def layout(self, turns: list[Turn]) -> list[Part]:
         """The parts of a conversation: each turn's frame, its text, its images. See ChatTemplate."""
@@ -192,6 +220,28 @@ class Framed:
     def _add(self, parts: list[Part], text: str, trained: bool) -> None:
         if text:
             parts.append(Part("ids", self._fixed[text], trained))
+
+    def jinja(self) -> str:
+        """The format as a chat template of transformers; a part of type `image` stands for an image, on a line.
+
+        The tokenizer's first token is left out: a tokenizer adds it to what the template writes.
+        """
+        turns = []
+        for role, name in _ROLES_OF_JINJA.items():
+            if (frame := self._frames.get(role)) is not None:
+                before = json.dumps(f"{frame.before}{frame.opening}{frame.text}", ensure_ascii=False)
+                after = json.dumps(f"{frame.end}{frame.between}", ensure_ascii=False)
+                trim = " | trim" if self._strip else ""
+                turns.append(
+                    f"{{%- elif message['role'] == '{name}' %}}{{{{ {before} }}}}"
+                    f"{{{{ text(message['content']){trim} }}}}{{{{ {after} }}}}"
+                )
+        prompt = json.dumps(self._frames["gpt"].before, ensure_ascii=False)
+        return (
+            _JINJA.replace("SYSTEM", json.dumps(self._system, ensure_ascii=False))
+            .replace("TURNS", "\n    ".join(turns).replace("elif", "if", 1))
+            .replace("PROMPT", prompt)
+        )
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:

@@ -197,6 +197,7 @@ def _join(
     model.model.vision_tower = vision
     model.model.language_model = language.model
     model.lm_head = language.lm_head
+    model.generation_config = language.generation_config
     return model
 
 

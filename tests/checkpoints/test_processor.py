@@ -1,0 +1,125 @@
+"""Processor files of what training writes: inference prepares images and chats as training did."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.factory import TINY, write_meta
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.utils import is_torchvision_available
+
+from internvl_pack import PackedDataset, PackingConfig, build_loader
+from internvl_pack.checkpoints.processor import PREPROCESSOR, PROCESSOR, VIDEO
+from internvl_pack.encode.templates import make_template
+from internvl_pack.model.build import build_model
+from internvl_pack.model.images import normalize_tiles
+from internvl_pack.testing.tiny import save_tiny_checkpoint
+from train.saving import Saving
+
+QUESTION = "how many tiles of the image"
+ENCODE = replace(TINY, max_dynamic_patch=4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer):
+    """A tiny model without processor files, an image, and a meta file of one sample."""
+    folder = tmp_path_factory.mktemp("base")
+    save_tiny_checkpoint(folder / "model", tokenizer)
+    Image.effect_noise((200, 100), 80).convert("RGB").save(folder / "a.png")
+    turns = [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": "two and one"}]
+    (folder / "one.jsonl").write_text(json.dumps({"image": "a.png", "conversations": turns}) + "\n")
+    write_meta(folder, {"one": {"root": ".", "annotation": "one.jsonl"}})
+    return folder
+
+
+def save(base, tokenizer, out, saving, **options):
+    model = build_model(base / "model", tokenizer=tokenizer, device="cpu", dtype=torch.float32, **options)
+    saving.write(model, out, None, tokenizer)
+    return out
+
+
+def chat(image):
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": parts}]
+
+
+def trained_on(base, tokenizer):
+    """Ids of the prompt, and the normalised tiles, as the loader gives them."""
+    dataset = PackedDataset.from_meta(base / "meta.json", tokenizer, PackingConfig(), encode=ENCODE)
+    (batch,) = build_loader(dataset)
+    first = int((batch["labels"][0] >= 0).nonzero()[0])
+    return batch["input_ids"][0, :first].tolist(), normalize_tiles(batch["pixel_values"], torch.float32)
+
+
+def test_made_files_prepare_a_chat_as_training_did(base, tokenizer, tmp_path):
+    out = save(base, tokenizer, tmp_path, Saving(source=str(base / "model"), encode=ENCODE))
+    ids, tiles = trained_on(base, tokenizer)
+    image = Image.open(base / "a.png")
+    seen = AutoImageProcessor.from_pretrained(out)(image, crop_to_patches=True, return_tensors="pt")["pixel_values"]
+    assert seen.shape == tiles.shape and len(tiles) > 1
+    assert (seen - tiles).abs().max() < 2 / 255 / 0.224, "a level of rounding"
+    saved = AutoTokenizer.from_pretrained(out)
+    per_tile = json.loads((out / PROCESSOR).read_text())["image_seq_length"]
+    block = saved.start_image_token + saved.context_image_token * per_tile * len(seen) + saved.end_image_token
+    prompt = saved.apply_chat_template(chat(image), tokenize=False, add_generation_prompt=True)
+    prompt = prompt.replace(saved.context_image_token, block)
+    assert saved(prompt, add_special_tokens=False).input_ids == ids
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="transformers' processor of InternVL needs torchvision")
+def test_autoprocessor_generate_and_pipeline_work_from_the_folder(base, tokenizer, tmp_path):
+    from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+    out = save(base, tokenizer, tmp_path, Saving(source=str(base / "model"), encode=ENCODE))
+    processor, image = AutoProcessor.from_pretrained(out), Image.open(base / "a.png")
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(chat(image), **options)
+    ids, tiles = trained_on(base, tokenizer)
+    assert inputs["input_ids"][0].tolist() == ids and inputs["pixel_values"].shape == tiles.shape
+    model = AutoModelForImageTextToText.from_pretrained(out)
+    answer = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, len(ids) :]
+    (said,) = pipeline("image-text-to-text", model=str(out))(
+        text=chat(image), max_new_tokens=3, return_full_text=False, generate_kwargs={"do_sample": False}
+    )
+    assert said["generated_text"] == processor.decode(answer, skip_special_tokens=True)
+
+
+def test_a_bases_own_files_are_copied_beside_the_model_and_beside_adapters(base, tokenizer, tmp_path):
+    own = {PREPROCESSOR: {"max_patches": 7}, VIDEO: {"num_frames": 3}, PROCESSOR: {"image_seq_length": 4}}
+    save_tiny_checkpoint(tmp_path / "base", tokenizer)
+    for name, content in own.items():
+        (tmp_path / "base" / name).write_text(json.dumps(content))
+    for merge, rank in ((True, 0), (False, 2)):
+        saving = Saving(merge_lora=merge, source=str(tmp_path / "base"), encode=ENCODE)
+        out = save(base, tokenizer, tmp_path / f"out{rank}", saving, use_llm_lora=rank)
+        assert {name: json.loads((out / name).read_text()) for name in own} == own
+        assert (out / "chat_template.jinja").read_text() == (tmp_path / "base" / "chat_template.jinja").read_text()
+        assert (out / ("model.safetensors" if merge else "adapter_model.safetensors")).is_file()
+
+
+def test_without_dynamic_tiles_an_image_is_one(base, tokenizer, tmp_path):
+    encode = replace(ENCODE, dynamic_image_size=False)
+    out = save(base, tokenizer, tmp_path, Saving(encode=encode))
+    image = Image.open(base / "a.png")
+    assert len(AutoImageProcessor.from_pretrained(out)(image, crop_to_patches=True)["pixel_values"]) == 1
+
+
+@pytest.mark.parametrize("style", ["internvl2_5", "Hermes-2", "internlm2-chat"])
+def test_a_chat_format_renders_as_it_is_trained(style, tokenizer):
+    """Turns with a system turn and a history, texts with white space around them."""
+    from internvl_pack.encode.chat import Turn
+
+    template = make_template(style, tokenizer)
+    turns = [("system", "user", "assistant", "user", "assistant"), (" be brief", "one ", "two", " three", "four\n")]
+    messages = [{"role": role, "content": text} for role, text in zip(*turns, strict=True)]
+    written = tokenizer.apply_chat_template(messages, chat_template=template.jinja(), tokenize=False)
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    parts = template.layout([Turn(names[role], (text,)) for role, text in zip(*turns, strict=True)])
+    texts = [
+        part.value if part.kind == "text" else tokenizer.decode(part.value) for part in parts if part.kind != "end"
+    ]
+    assert written == "".join(texts)
