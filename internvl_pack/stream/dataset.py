@@ -149,7 +149,11 @@ class PackedDataset(IterableDataset):
         return plan
 
     def __len__(self) -> int:
-        """Raises TypeError: packs are known when the epoch has been planned."""
+        """Packs are known when the epoch has been planned.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(
             "PackedDataset has no length before its epoch is planned: num_positions is that of its samples, "
             "estimate_epochs(dataset, packs_per_step, epochs) counts packs and steps"

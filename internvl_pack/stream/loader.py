@@ -142,7 +142,11 @@ class PackLoader(DataLoader):
         self.packed_dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Raises TypeError: an epoch's batches are known when it has been planned."""
+        """Batches are known when the epoch has been planned.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(
             "PackLoader has no length before its epoch is planned: estimate_epochs(dataset, loader.packs_per_step, "
             "epochs).steps(0) counts its optimizer steps"
