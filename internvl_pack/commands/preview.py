@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
     from ..report.preview import collect, render
 
     check_at_least(args, 1, "packs")
@@ -64,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     out = _target(args.out)
     loader, tokenizer = build(args)
     loader.set_epoch(args.epoch)
-    preview = collect(_Followed(loader, args.packs), tokenizer, num_rows=args.packs)
+    bar = partial(tqdm, total=args.packs, unit=" rows", desc="packing", disable=None, delay=2)
+    preview = collect(loader, tokenizer, num_rows=args.packs, follow=bar)
     notes = [] if args.tokenizer else [f"No --tokenizer: {STAND_IN}."]
     page = render(preview, title=f"Packs of {args.meta}", options=shown_options(args, *SHOWN), notes=notes)
     try:
@@ -129,21 +132,3 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
         pad_seq_to_mult=args.pad_seq_to_mult,
     )
     return loader, tokenizer
-
-
-class _Followed:
-    """The loader, with a bar that shows its rows where a terminal watches and it takes long."""
-
-    def __init__(self, loader: Any, num_rows: int) -> None:
-        self._loader, self._num_rows = loader, num_rows
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        from tqdm import tqdm
-
-        with tqdm(total=self._num_rows, unit=" rows", desc="packing", disable=None, delay=2) as bar:
-            for batch in self._loader:
-                yield batch
-                bar.update(1)

@@ -143,35 +143,22 @@ def _side(config: Mapping[str, Any], name: str) -> int:
     return _number({name: value[0] if isinstance(value, (list, tuple)) and value else value}, name)
 
 
-def _text(hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-    }
-
-
-def _vision(width: int, depth: int, inner: int) -> dict[str, int]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": depth,
-        "intermediate_size": inner,
-        "image_size": 448,
-        "patch_size": 14,
-    }
-
-
-_VIT_300M, _VIT_6B = _vision(1024, 24, 4096), _vision(3200, 45, 12800)
+_TEXT = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+_VISION = ("hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
+_VIT_300M, _VIT_6B = (1024, 24, 4096, 448, 14), (3200, 45, 12800, 448, 14)
 
 # The InternVL3 family's shapes, (language model, vision tower); language models are Qwen2.5 of 0.5B to 72B.
 SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "1B": (_text(896, 24, 4864, 14, 2, 151674), _VIT_300M),
-    "2B": (_text(1536, 28, 8960, 12, 2, 151674), _VIT_300M),
-    "8B": (_text(3584, 28, 18944, 28, 4, 151674), _VIT_300M),
-    "14B": (_text(5120, 48, 13824, 40, 8, 151674), _VIT_300M),
-    "38B": (_text(5120, 64, 27648, 40, 8, 151674), _VIT_6B),
-    "78B": (_text(8192, 80, 29568, 64, 8, 151674), _VIT_6B),
+    name: (dict(zip(_TEXT, text, strict=True)), dict(zip(_VISION, vision, strict=True)))
+    for name, text, vision in (
+        ("1B", (896, 24, 4864, 14, 2, 151674), _VIT_300M),
+        ("2B", (1536, 28, 8960, 12, 2, 151674), _VIT_300M),
+        ("8B", (3584, 28, 18944, 28, 4, 151674), _VIT_300M),
+        ("14B", (5120, 48, 13824, 40, 8, 151674), _VIT_300M),
+        ("38B", (5120, 64, 27648, 40, 8, 151674), _VIT_6B),
+        ("78B", (8192, 80, 29568, 64, 8, 151674), _VIT_6B),
+    )
 }

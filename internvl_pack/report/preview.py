@@ -9,7 +9,7 @@ whatever the data: pictures, text and segments beyond a limit are left out, and 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -168,12 +168,15 @@ class _Room:
         return out.getvalue()
 
 
-def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
+def collect(
+    loader: Any, tokenizer: Any, *, num_rows: int, follow: Callable[[Iterable[Any]], Iterable[Any]] = iter
+) -> Preview:
     """The first `num_rows` rows of the loader's epoch.
 
     Args:
         loader: of `build_loader`, of the dataset's rank.
         tokenizer: decodes the text.
+        follow: shows progress over the batches.
 
     Raises:
         UserError: as the loader.
@@ -184,7 +187,7 @@ def collect(loader: Any, tokenizer: Any, *, num_rows: int) -> Preview:
     room = _Room(tile_pixels=112 if most_tiles <= 480 else 80 if most_tiles <= 1600 else 56)
     decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
     rows: list[RowView] = []
-    for batch in islice(loader, num_rows):
+    for batch in follow(islice(loader, num_rows)):
         rows.append(_row(batch, len(rows) + 1, decoder, max_text=MAX_TEXT // num_rows))
     return Preview(
         rows=rows,
