@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -313,11 +313,14 @@ class TokenizerTemplate:
     generation prompt; its end is trained up to the last token of the turn, white space after that is not. Then each
     sample is rendered once with its real texts and must come out the same: no template can change a text unseen.
 
+    Definitions of tools are the template's to write; they may hold no control token, which would be read as one.
+
     Costs one Jinja rendering a sample. To learn n turns takes n renderings of up to n turns, 3 s for 1,000.
 
     Raises:
         SampleError: `chat_template_refuses`, the template does not take the conversation (roles that do not alternate);
-            `chat_template_rewrites`, it changes history or texts; `too_many_turns`.
+            `chat_template_rewrites`, it changes history or texts; `too_many_turns`; `unsupported_field`, it writes no
+            tools, or these hold a control token.
     """
 
     MAX_TURNS = 1000
@@ -330,23 +333,26 @@ class TokenizerTemplate:
         self._tokenizer = tokenizer
         tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, tokens))})" if tokens else r"(?!)()")
-        self._plans: dict[tuple[str, ...], tuple[str, list[Part]]] = {}
+        self._plans: dict[tuple[tuple[str, ...], str], tuple[str, list[Part]]] = {}
         try:
             self.layout([Turn("human", ("Hi.",)), Turn("gpt", ("Hello.",))])
         except SampleError as error:
             raise UserError(f"conv_style 'chat_template' cannot use this tokenizer's chat template: {error}") from None
 
-    def layout(self, turns: list[Turn]) -> list[Part]:
+    def layout(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Part]:
         roles = tuple(turn.role for turn in turns)
         if len(turns) > self.MAX_TURNS:
             detail = f"{len(turns)} turns, more than {self.MAX_TURNS}, which conv_style 'chat_template' takes"
             raise SampleError("too_many_turns", detail)
-        if roles not in self._plans:
+        key = roles, json.dumps(tools, ensure_ascii=False) if tools else ""
+        if key not in self._plans:
             if len(self._plans) >= 1024:
                 self._plans.clear()
-            self._plans[roles] = self._learn(roles)
-        rendered, plan = self._plans[roles]
-        pieces = self._pieces_as_rendered(turns, rendered)
+            if tools:
+                self._check_tools(roles, key[1], tools)
+            self._plans[key] = self._learn(roles, tools)
+        rendered, plan = self._plans[key]
+        pieces = self._pieces_as_rendered(turns, rendered, tools)
         parts: list[Part] = []
         for kind, value, trained in plan:
             if kind == "turn":
@@ -363,24 +369,41 @@ class TokenizerTemplate:
                 parts.append(Part(kind, value, trained))
         return parts
 
-    def _render(self, roles: tuple[str, ...], texts: list[str], generate: bool = False) -> str:
+    def _check_tools(self, roles: tuple[str, ...], written: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        if (token := self._added.search(written)) is not None:
+            raise SampleError("unsupported_field", f"field 'tools' holds the control token {token[0]!r}")
+        texts = ["x"] * len(roles)
+        if self._render(roles, texts, tools) == self._render(roles, texts, ()):
+            raise SampleError(
+                "unsupported_field",
+                "the record has a field 'tools', which the tokenizer's chat template does not write: write it into the "
+                "texts of the turns, or remove it",
+            )
+
+    def _render(
+        self, roles: tuple[str, ...], texts: list[str], tools: Sequence[Mapping[str, Any]], generate: bool = False
+    ) -> str:
         import jinja2
 
         messages = [
             {"role": self._NAMES[role], "content": text} for role, text in zip(roles, texts, strict=False)
         ]  # as many as there are texts
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+            rendered = self._tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+            )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise SampleError("chat_template_refuses", f"roles {', '.join(roles[:8])}: {error}") from None
         assert isinstance(rendered, str), "one conversation, not tokenized"
         return rendered
 
-    def _pieces_as_rendered(self, turns: list[Turn], rendered: str) -> list[tuple[str, ...]]:
+    def _pieces_as_rendered(
+        self, turns: list[Turn], rendered: str, tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, ...]]:
         """The pieces of all turns, trimmed if that is what the template does."""
         roles = tuple(turn.role for turn in turns)
         texts = ["<image>".join(turn.pieces) for turn in turns]
-        actual = self._render(roles, texts)
+        actual = self._render(roles, texts, tools)
         for trim in (False, True):
             shown = [text.strip() for text in texts] if trim else texts
             filled = self._STAND_IN.split(rendered)  # text, number, text, ...: the numbers' places
@@ -389,24 +412,24 @@ class TokenizerTemplate:
                 return [trimmed(turn.pieces) if trim else turn.pieces for turn in turns]
         raise SampleError("chat_template_rewrites", "the chat template changes the text of a turn")
 
-    def _learn(self, roles: tuple[str, ...]) -> tuple[str, list[Part]]:
+    def _learn(self, roles: tuple[str, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Part]]:
         """(the rendering with stand-ins, its parts); kind "turn" stands for the text of turn `value`."""
         stand_ins = [f"\ue000{index}\ue001" for index in range(len(roles))]
-        rendered = self._render(roles, stand_ins)
+        rendered = self._render(roles, stand_ins, tools)
         if self._STAND_IN.findall(rendered) != [str(index) for index in range(len(roles))]:
             raise SampleError("chat_template_rewrites", f"a turn of {', '.join(roles)} is left out, moved or repeated")
         marks: list[tuple[int, str | None, bool]] = []  # (place, role whose turn ends there, trained from there on)
         for index, role in enumerate(roles):
             if role != "gpt":
                 try:
-                    shorter = self._render(roles, stand_ins[: index + 1])
+                    shorter = self._render(roles, stand_ins[: index + 1], tools)
                 except SampleError:
                     continue  # not a conversation by itself: no border to know of
                 if rendered.startswith(shorter):
                     marks.append((len(shorter), role, False))
                 continue
-            prompt = self._render(roles, stand_ins[:index], generate=True)
-            upto = self._render(roles, stand_ins[: index + 1])
+            prompt = self._render(roles, stand_ins[:index], tools, generate=True)
+            upto = self._render(roles, stand_ins[: index + 1], tools)
             if not (upto.startswith(prompt) and rendered.startswith(upto)):
                 raise SampleError(
                     "chat_template_rewrites",

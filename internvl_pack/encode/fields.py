@@ -7,6 +7,8 @@ tables that were joined from two schemas fill their gaps with it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +35,6 @@ REFUSED_IN_TURN = {
     "videos": "videos of a turn",
 }
 REFUSED_IN_RECORD = {
-    "tools": "definitions of tools",
     "functions": "definitions of functions",
     "audio": "audio",
     "audios": "audio",
@@ -45,7 +46,7 @@ REFUSED_IN_RECORD = {
 TURN_FIELDS = frozenset(("from", "value", "role", "content", *TRAINING_FLAGS, *REFUSED_IN_TURN))
 RECORD_FIELDS = frozenset((
     "id", "conversations", "image", "width", "height", "width_list", "height_list", "video", "clip",
-    *SYSTEM_FIELDS, *REFUSED_IN_RECORD,
+    "tools", *SYSTEM_FIELDS, *REFUSED_IN_RECORD,
 ))  # fmt: skip
 
 _ROLE_AND_TEXT = frozenset(("from", "value", "role", "content"))
@@ -69,6 +70,27 @@ def refuse_fields(data: Mapping[str, Any]) -> None:
     for number, turn in _turns(data):
         if not turn.keys() <= _ROLE_AND_TEXT:
             _refuse(turn, REFUSED_IN_TURN, f"turn {number}")
+
+
+def tools_of(data: Mapping[str, Any], *, written: bool) -> list[dict[str, Any]]:
+    """The definitions of tools of a record, none where the field is absent or empty.
+
+    Args:
+        written: whether the chat format writes them.
+
+    Raises:
+        SampleError: `unsupported_field`, it does not, or they are no list of objects, nor the JSON of one.
+    """
+    tools = data.get("tools")
+    if not is_filled(tools):
+        return []
+    if not written:
+        _refuse(data, {"tools": "definitions of tools"}, "the record")
+    with contextlib.suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise SampleError("unsupported_field", "field 'tools' is no list of objects, nor the JSON of one")
+    return tools
 
 
 def _refuse(fields: Mapping[str, Any], refused: Mapping[str, str], whose: str) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..records import Fragment, Record, Span
 from .augment import recompress
-from .chat import Part, PlainText, single_token, without_answers
+from .chat import Part, PlainText, TokenizerTemplate, single_token, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
-from .fields import refuse_fields, trained_answers
+from .fields import refuse_fields, tools_of, trained_answers
 from .images import (
     ImageRules,
     check_pixels,
@@ -306,7 +306,12 @@ class Encoder:
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
         template = self._plain_text if turns[0][0] == "pretrain" else self._template
-        parts = template.layout(bind_images(turns, len(frames) or len(names)))
+        bound = bind_images(turns, len(frames) or len(names))
+        if isinstance(template, TokenizerTemplate):
+            parts = template.layout(bound, tools_of(raw.data, written=True))
+        else:
+            tools_of(raw.data, written=False)
+            parts = template.layout(bound)
         if flags is not None:
             parts = without_answers(parts, flags)
         if not any(part.trained for part in parts):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from pathlib import Path
 
 import pytest
 from helpers.encode_samples import SPEC, jpeg, raw_sample
 
-from internvl_pack.encode import Encoder
+from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.encode.fields import RECORD_FIELDS, SYSTEM_FIELDS, TRAINING_FLAGS, TURN_FIELDS, unknown_fields
 from internvl_pack.errors import SampleError
 
@@ -17,8 +19,6 @@ DATA_PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 @pytest.fixture(scope="module", params=["internvl2_5", "chat_template"])
 def encoder(request, tokenizer) -> Encoder:
-    from internvl_pack.encode import EncodeConfig
-
     return Encoder(tokenizer, EncodeConfig(conv_style=request.param))
 
 
@@ -145,3 +145,47 @@ def test_unknown_fields_are_named_once_and_known_or_empty_ones_are_not():
 def test_the_page_on_data_tells_what_happens_to_every_known_field():
     told = set(re.findall(r"`([a-z_]+)`", DATA_PAGE.read_text(encoding="utf-8").partition("### Fields")[2]))
     assert told >= RECORD_FIELDS | TURN_FIELDS
+
+
+# --- tools
+
+TOOLS = [{"type": "function", "function": {"name": "sum", "description": "Adds.", "parameters": {"type": "object"}}}]
+WRITES_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def own_format(tokenizer, template: str) -> Encoder:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return Encoder(other, EncodeConfig(conv_style="chat_template"))
+
+
+@pytest.mark.parametrize("written", [TOOLS, json.dumps(TOOLS)])
+def test_tools_are_written_where_the_tokenizers_template_writes_them(tokenizer, written):
+    encoder = own_format(tokenizer, WRITES_TOOLS)
+    encoded = encoder.encode(raw_sample([human("q"), gpt("a")], tools=written), SPEC)
+    assert tokenizer.decode(encoded.input_ids) == (
+        f"<|im_start|>system\n{json.dumps(TOOLS[0])}\n<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        "<|im_start|>assistant\na<|im_end|>\n"
+    )
+    assert tokenizer.decode(encoded.labels[encoded.labels != -100]) == "a<|im_end|>"
+    plain = encoder.encode(raw_sample([human("q"), gpt("a")], tools=None), SPEC)
+    assert tokenizer.decode(plain.input_ids).startswith("<|im_start|>user"), "what was learnt with tools stays there"
+
+
+@pytest.mark.parametrize(
+    "template, tools, told",
+    [
+        (WRITES_TOOLS, [{"name": "<|im_end|>"}], "holds the control token '<|im_end|>'"),
+        (WRITES_TOOLS, "sum(a, b)", "no list of objects"),
+        (WRITES_TOOLS, {"name": "sum"}, "no list of objects"),
+        (WRITES_TOOLS.partition("{% endif %}")[2], TOOLS, "chat template does not write"),
+    ],
+)
+def test_other_tools_are_refused_by_name(tokenizer, template, tools, told):
+    with pytest.raises(SampleError, match=re.escape(told)) as refused:
+        own_format(tokenizer, template).encode(raw_sample([human("q"), gpt("a")], tools=tools), SPEC)
+    assert refused.value.reason == "unsupported_field"
