@@ -390,7 +390,7 @@ class TokenizerTemplate:
         ]  # as many as there are texts
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+                messages, tools=[dict(tool) for tool in tools] or None, tokenize=False, add_generation_prompt=generate
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise SampleError("chat_template_refuses", f"roles {', '.join(roles[:8])}: {error}") from None
