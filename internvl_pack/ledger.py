@@ -189,6 +189,17 @@ class Ledger:
             tokens = c["tokens_in"] - c["tokens_packed"] - c["tokens_lost"] - c["tokens_cut_off"]
             assert tokens == 0, f"{tokens} tokens are unaccounted for: {self.lines()}"
 
+    def check_waiting(self, waiting: Sequence[Fragment]) -> None:
+        """Assert that these fragments, and no others, are still to be packed."""
+        self.check(waiting_fragments=len(waiting))
+        c = self.counts
+        tokens = c["tokens_in"] - c["tokens_packed"] - c["tokens_lost"] - c["tokens_cut_off"]
+        assert tokens == sum(f.token_stop - f.token_start for f in waiting), f"{tokens} tokens wait: {self.lines()}"
+        parts = Counter(fragment.position for fragment in waiting if fragment.count > 1)
+        assert parts == self._parts, "other parts of split samples wait"
+        whole = sum(fragment.count == 1 for fragment in waiting)
+        assert self.samples_waiting == whole + len(parts), f"{whole + len(parts)} samples wait: {self.lines()}"
+
     def lines(self) -> list[str]:
         """The ledger as people read it, one line a reason."""
         c = self.counts

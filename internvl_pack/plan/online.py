@@ -125,7 +125,12 @@ class SampleReader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert 0 <= state["cursor"] <= len(self._mixture), "a place that is not in the epoch"
+        if state["cursor"] > len(self._mixture):
+            raise UserError(
+                f"resume: {state['cursor']:,} samples of the epoch were read when the state was saved, the data has "
+                f"{len(self._mixture):,} now: set the data back, or start anew from the weights"
+            )
+        assert state["cursor"] >= 0, "a place before the first"
         self.cursor = state["cursor"]
         self._good, self._bad = (Counter({int(d): int(n) for d, n in state[name].items()}) for name in ("good", "bad"))
 
@@ -201,7 +206,8 @@ class OnlinePacks:
     def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
         self._reader.load_state_dict(state["reader"])
         waiting = fragments_of(state["waiting"])
-        self.ledger.check(waiting_fragments=len(waiting) + sum(map(len, pooled)))
+        self.ledger.check_waiting([*waiting, *(fragment for pack in pooled for fragment in pack)])
+        assert self.ledger.samples_in == self.cursor, "other samples were counted than were read"
         if not all(self._holds(pack) for pack in (*pooled, *([fragment] for fragment in waiting))):
             raise UserError(
                 "resume: samples of the saved state wait in packs of a larger budget: set max_packed_tokens, "

@@ -126,7 +126,7 @@ class Preset:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a process that changes its folder finds it again
         path = self.folder / PRESET
         try:
             self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

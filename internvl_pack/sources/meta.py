@@ -93,6 +93,7 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     content: Any = entry_of(meta_file) or _read_meta(meta_file)
     if not isinstance(content, dict):
         raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {_kind(content)}")
+    meta_file = _absolute(meta_file)  # rows are found also after the process has changed its folder
     specs = tuple(
         _dataset(meta_file, name, entry)
         for name, entry in content.items()

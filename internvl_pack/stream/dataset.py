@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..batch.row import PackRow
@@ -36,6 +37,19 @@ from ..survey.table import root_of
 from .reader import MicroBatch, Reader, SampleSegments, SegmentSource
 
 _POLICY_OPTIONS = ("on_error", "max_bad_fraction", "survey_dir", *NOT_NEEDED)  # may differ on resume
+
+
+def number_from_environment(name: str, default: int) -> int:
+    """A whole number that a launcher sets.
+
+    Raises:
+        UserError: it is none.
+    """
+    value = os.environ.get(name, "")
+    try:
+        return int(value or default)
+    except ValueError:
+        raise UserError(f"environment variable {name}={value}: give a whole number, or unset it") from None
 
 
 class PackedDataset(IterableDataset):
@@ -73,8 +87,8 @@ class PackedDataset(IterableDataset):
             samples = Samples.of(samples, encoder, specs)
         self.samples = samples
         self.config = config or PackingConfig()
-        self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+        self.rank = number_from_environment("RANK", 0) if rank is None else rank
+        self.world_size = number_from_environment("WORLD_SIZE", 1) if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise UserError(
                 f"rank {self.rank} of world_size {self.world_size}: ranks are 0 to world_size - 1; give both, or set "
@@ -163,8 +177,14 @@ class PackedDataset(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Order of this epoch from the next iteration on."""
-        self.epoch = epoch
+        """Order of this epoch from the next iteration on.
+
+        Raises:
+            UserError: it is no whole number from 0.
+        """
+        if not isinstance(epoch, int | np.integer) or isinstance(epoch, bool) or epoch < 0:
+            raise UserError(f"set_epoch({epoch!r}): give a whole number from 0")
+        self.epoch = int(epoch)
 
     # -- iteration -----------------------------------------------------------------------------------
 

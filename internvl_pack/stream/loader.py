@@ -9,7 +9,6 @@ state is that of the run, the same on every rank, and any number of ranks and wo
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ..errors import UserError
 from ..ledger import Ledger, Losses
 from ..parallel.agreement import Agreement
 from ..survey.exchange import Exchange, LocalStore, StoreExchange, store_of_the_run
-from .dataset import PackedDataset
+from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
 from .state import check_state, losses_of, make_state, plan_of
@@ -137,9 +136,10 @@ class PackLoader(DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch, from its start unless it is being read already."""
-        if epoch != self.epoch:
-            self._begin_anew()
+        before = self.epoch
         self.packed_dataset.set_epoch(epoch)
+        if self.epoch != before:
+            self._begin_anew()
 
     def __len__(self) -> int:
         """Batches are known when the epoch has been planned.
@@ -316,7 +316,7 @@ def _prefetch(dataset: PackedDataset, packs_per_batch: int, num_workers: int, wa
         packs_per_batch * config.num_images_expected,
         dataset.encoder.config.image_size,
     )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = number_from_environment("LOCAL_WORLD_SIZE", 1)
     fitting = fitting_prefetch(batch, num_workers, wanted, free_bytes(), processes)
     if fitting < wanted:
         logger.warning("readers make %d batches ahead instead of %d: shared memory holds no more", fitting, wanted)

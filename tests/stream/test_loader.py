@@ -133,6 +133,30 @@ def test_rank_and_world_size_come_from_the_environment(jsonl, tokenizer, monkeyp
     assert [digest(b) for b in build_loader(dataset)] == [digest(b) for b in expected]
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_rank_in_the_environment_that_is_no_number_is_told_by_its_name(name, jsonl, tokenizer, monkeypatch):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(UserError, match=f"environment variable {name}=x: give a whole number"):
+        PackedDataset.from_meta(jsonl, tokenizer, CONFIG, encode=TINY)
+
+
+@pytest.mark.parametrize("epoch", ["2", -1, 1.0, None, True])
+def test_an_epoch_that_is_no_number_is_refused_and_changes_nothing(epoch, jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer)
+    list(islice(loader, 3))
+    with pytest.raises(UserError, match=r"set_epoch\(.*\): give a whole number"):
+        loader.set_epoch(epoch)
+    assert loader.epoch == 0 and loader.steps_done > 0
+
+
+def test_rows_are_found_after_the_process_has_changed_its_folder(tokenizer, tmp_path, monkeypatch):
+    meta = write_jsonl(tmp_path, 20)
+    monkeypatch.chdir(meta.parent)
+    loader = loader_of(meta.name, tokenizer)
+    monkeypatch.chdir("/")
+    assert sum(len(ids_of(batch)) for batch in loader) >= 20 and not loader.take_events()
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_that_is_none_of_the_world_is_refused(rank, world_size, jsonl, tokenizer):
     with pytest.raises(UserError, match=f"rank {rank} of world_size {world_size}"):
@@ -319,11 +343,22 @@ def test_a_state_that_lacks_an_entry_or_has_another_type_there_is_refused_in_one
 def test_a_state_whose_counts_do_not_add_up_is_refused(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer)
     list(islice(loader, 40))
-    for name in ("fragments_in", "fragments_packed"):
-        state = json.loads(json.dumps(loader.state_dict()))
-        state["plan"]["ledger"]["counts"][name] += 1
+    text = json.dumps(loader.state_dict())
+    names = json.loads(text)["plan"]["ledger"]["counts"].keys() - {"samples_split", "samples_trained_in_part"}
+    for changed in (*((name,) for name in names), ("samples_in", "samples_packed")):
+        state = json.loads(text)
+        for name in changed:
+            state["plan"]["ledger"]["counts"][name] += 1
         with pytest.raises(UserError, match="the plan of the saved state is damaged"):
             loader.load_state_dict(state)
+
+
+def test_a_state_of_more_samples_than_there_are_is_refused_where_options_are_ignored(jsonl, tokenizer, tmp_path):
+    loader = loader_of(jsonl, tokenizer)
+    list(loader)
+    fewer = loader_of(write_jsonl(tmp_path, 20), tokenizer)
+    with pytest.raises(UserError, match=f"resume: {COUNT} samples of the epoch were read .* the data has 20 now"):
+        fewer.load_state_dict(loader.state_dict(), check_options=False)
 
 
 @pytest.mark.parametrize(
