@@ -156,3 +156,32 @@ def test_messages_that_are_explained_exist():
         if not any(all(part in line for part in parts) for line in code):
             gone.append(message)
     assert gone == []
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {"docs/comparison.md", "docs/migration.md"}))
+def test_files_of_ours_that_are_named_are_there(page):
+    """Those with a folder; the two pages left out name files of other projects."""
+    named = re.findall(
+        r"(?<![\w/.<>-])((?:[\w-]+/)+[\w-]+\.(?:py|sh|json))\b", (ROOT / page).read_text(encoding="utf-8")
+    )
+    homes = (ROOT, ROOT / "internvl_pack", ROOT / "internvl_pack" / "model")
+    ours = {path.name for home in homes for path in home.iterdir() if path.is_dir()} - {"data"}
+    there = [name for name in named if name.split("/")[0] in ours]
+    assert [name for name in there if not any((home / name).exists() for home in homes)] == []
+
+
+def test_the_stages_name_classes_that_exist():
+    """Each name of the table's third column is one of a module of its row's folder."""
+    rows = [line.split("|") for line in (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8").splitlines()]
+    stages = [(row[2].strip(" `"), re.findall(r"`([\w.]+)", row[3])) for row in rows if len(row) == 6]
+    missing, count = [], 0
+    for place, names in stages[2:]:
+        top = "" if place == "train/" else "internvl_pack/"
+        files = [ROOT / top / place] if place.endswith(".py") else (ROOT / top / place).rglob("*.py")
+        text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        for name in names:
+            count += 1
+            defined = [re.search(rf"^ *(?:class|def) {part}\b", text, re.M) for part in name.split(".")]
+            if not all(defined) and not (ROOT / top / place / name).exists():
+                missing.append(name)
+    assert count > 15 and missing == []
