@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from helpers.factory import write_jsonl
 from helpers.model_samples import mixed_segments, packed_batch, padded_batch, relative_error
 from helpers.original_samples import VISION_6B, chat_config, chat_logits, chat_weights, write_chat_checkpoint
+from helpers.ranks import run
 from safetensors.torch import load_file
 from transformers import InternVLForConditionalGeneration
 
@@ -206,6 +205,7 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_a_run_trains_adapters_and_projector_alone_and_saves_either_format(train, made, tmp_path, tokenizer):
     internvl, hf, alone = tmp_path / "internvl", tmp_path / "hf", tmp_path / "alone"
     options = (*LORA, "--max_steps", "2")
@@ -249,6 +249,7 @@ def test_a_run_trains_adapters_and_projector_alone_and_saves_either_format(train
         assert (native(input_ids=ids[None], use_cache=False).logits[0] - by_hand).abs().max() < 5e-5
 
 
+@pytest.mark.slow
 def test_packed_and_padded_train_to_the_same_adapters(train, tmp_path):
     # One step over all samples; a large epsilon, as Adam's first steps are otherwise signs of gradients.
     epoch = (*LORA, "--num_train_epochs", "1", "--adam_epsilon", "1e-2", "--gradient_accumulation_steps", "8")
@@ -261,6 +262,7 @@ def test_packed_and_padded_train_to_the_same_adapters(train, tmp_path):
     assert all((a[name] - b[name]).abs().max() < 1e-5 for name in a)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_with_lora_ends_at_the_same_weights(train, tmp_path):
     steps = (*LORA, "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2", "--save_format", "internvl")
     assert train(*steps, out=tmp_path / "whole") == 0
@@ -271,6 +273,7 @@ def test_going_on_from_a_checkpoint_with_lora_ends_at_the_same_weights(train, tm
     assert losses(tmp_path / "whole") == losses(tmp_path / "rest")
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_in_internvl_s_format_ends_at_the_same_weights(train, tmp_path):
     steps = ("--save_format", "internvl", "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2")
     assert train(*steps, out=tmp_path / "whole") == 0
@@ -286,15 +289,8 @@ def test_two_ranks_of_zero3_train_and_write_internlm2_as_one_process_does(train,
     same = (*LORA, "--save_format", "internvl", "--max_steps", "2", "--check_isolation", "False")
     same += ("--adam_epsilon", "1e-2", "--lr_scheduler_type", "constant")
     assert train(*same, "--gradient_accumulation_steps", "2", out=tmp_path / "one", model="internlm2") == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(finetune.__file__), *command_line(made, tmp_path / "two", "internlm2"), *same]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CXX": "/nonexistent"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    done = subprocess.run(
-        [*command, "--deepspeed", "zero_stage3"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    argv = [*command_line(made, tmp_path / "two", "internlm2"), *same, "--deepspeed", "zero_stage3"]
+    run("train.finetune:main", argv, 2, tmp_path / "log", CXX="/nonexistent")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     one, two, before = (LazyWeights(f) for f in (tmp_path / "one", tmp_path / "two", made / "internlm2"))
     assert set(one) == set(two) == set(before)
@@ -304,6 +300,7 @@ def test_two_ranks_of_zero3_train_and_write_internlm2_as_one_process_does(train,
     assert not torch.equal(two[wqkv], before[wqkv])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -86,7 +87,7 @@ def start(function: str, argument: Any, ranks: int, log: Path, **env: str) -> Ru
     """Begin `function(argument)` on each of so many ranks of a world.
 
     Args:
-        function: "module:name"; what it returns is the rank's exit code, None for 0.
+        function: "module:name" or "file.py:name"; what it returns is the rank's exit code, None for 0.
         argument: what JSON can hold.
         ranks: how many.
         log: where they print; appended to.
@@ -169,13 +170,18 @@ def lead(connection: socket.socket) -> None:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)
-        module, _, name = request["function"].partition(":")
-        function = getattr(importlib.import_module(module), name)
-        status = forked(function, request["argument"], request["ranks"])
+        status = forked(found(request["function"]), request["argument"], request["ranks"])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     connection.sendall(f"{status}\n".encode())
     os._exit(status)
+
+
+def found(function: str) -> Callable[[Any], int | None]:
+    module, _, name = function.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    return runpy.run_path(module)[name]
 
 
 def die_with_parent() -> None:

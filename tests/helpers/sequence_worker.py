@@ -6,8 +6,6 @@ Each case trains one step on the same packs with and without a sequence group, a
 from __future__ import annotations
 
 import json
-import os
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -268,22 +266,21 @@ def errors(alone, expected, outputs, ours, process_group) -> dict[str, float]:
     }
 
 
-def run(rank: int, world: int, port: int, out: str, cases: dict[str, Case], with_checks: bool) -> None:
-    """One rank of `cases`, and of the other checks; the first writes what was found to `out`."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    this = Rank(world)
+def run(what: dict[str, Any]) -> None:
+    """One rank of the table of cases named, and of the other checks if they are asked for; the first writes what was
+    found to `out`."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    this = Rank(dist.get_world_size())
+    cases: dict[str, Case] = {"CASES": CASES, "COMPILED": COMPILED}[what["cases"]]
     found: dict[str, Any] = {}
     for name, case in cases.items():
         found |= {f"{key}: {name}": errors_of_case for key, errors_of_case in this.compare(case).items()}
-    for mode in MODES if with_checks else ():
+    for mode in MODES if what["with_checks"] else ():
         found[f"data and sequence: {mode}"] = this.data_and_sequence(mode)
         found[f"isolation: {mode}"] = this.isolation(mode)
         found[f"logits: {mode}"] = this.logits(mode)
         found[f"activations: {mode}"] = this.activations(mode)
-    if rank == 0:
-        found["seconds of one core"] = world * time.process_time()
-        with open(out, "w") as file:
+    if dist.get_rank() == 0:
+        with open(what["out"], "w") as file:
             json.dump(found, file)
     dist.destroy_process_group()

@@ -17,12 +17,12 @@ from helpers.model_samples import (
     text_segments,
     tiny_packed,
 )
+from helpers.ranks import run
 
 from internvl_pack.errors import UserError
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.experts import choose_experts, expert_blocks, real_tokens
 from internvl_pack.testing.tiny import tiny_tokenizer
-from train.environment import free_port
 from train.router_loss import RouterLoss
 
 
@@ -250,18 +250,13 @@ def train(model, rows_of_ranks, step, processes, over_ranks):
     return losses, router.last()
 
 
-def zero3_rank(rank, port, out):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
+def zero3_rank(out):
     import deepspeed
-    import deepspeed.ops
     from torch import distributed as dist
 
     from internvl_pack.model.experts import gather_experts_together
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute otherwise
+    rank = int(os.environ["RANK"])
     deepspeed.init_distributed("gloo")
     packed, rows = zero3_model_and_rows(rank)
     gather_experts_together(packed.language_model)
@@ -299,9 +294,8 @@ def zero3_rank(rank, port, out):
 @pytest.mark.slow
 def test_zero3_ranks_that_route_to_unlike_experts_train_as_one_process(tmp_path):
     pytest.importorskip("deepspeed")
-    port = free_port()
     out = tmp_path / "losses.json"
-    torch.multiprocessing.start_processes(zero3_rank, (port, str(out)), nprocs=2, start_method="spawn")
+    run(f"{__file__}:zero3_rank", str(out), 2, tmp_path / "log")
     packed, _ = zero3_model_and_rows(0)
     of_ranks = [zero3_model_and_rows(rank)[1] for rank in range(2)]
     rows = [one + other for one, other in zip(*of_ranks, strict=True)]

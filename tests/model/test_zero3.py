@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 from helpers.model_samples import mixed_segments, packed_batch, segment, text_segments, tiny_packed
+from helpers.ranks import run
 
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.testing.tiny import tiny_tokenizer
-from train.environment import free_port
 
 STEPS = 3
 CHUNK = 8  # labelled tokens a chunk of the head: rank 0 needs several, rank 1 one or none
@@ -46,16 +46,11 @@ def plain_losses() -> list[float]:
     return losses
 
 
-def zero3_rank(rank: int, port: int, out: str) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
+def zero3_rank(out: str) -> None:
     import deepspeed
-    import deepspeed.ops
     from torch import distributed as dist
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute otherwise
+    rank = int(os.environ["RANK"])
     deepspeed.init_distributed("gloo")
     packed, rows = model_and_rows(rank)
     config = {
@@ -85,9 +80,8 @@ def zero3_rank(rank: int, port: int, out: str) -> None:
 @pytest.mark.slow
 def test_zero3_ranks_with_unlike_rows_train_as_one_process(tmp_path):
     pytest.importorskip("deepspeed")
-    port = free_port()
     out = tmp_path / "losses.json"
-    torch.multiprocessing.start_processes(zero3_rank, (port, str(out)), nprocs=2, start_method="spawn")
+    run(f"{__file__}:zero3_rank", str(out), 2, tmp_path / "log")
     expected = plain_losses()
     assert len(set(expected)) == STEPS
     assert json.loads(out.read_text()) == pytest.approx(expected, rel=1e-5)

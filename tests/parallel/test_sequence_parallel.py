@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 
 import pytest
-from helpers.sequence_worker import CASES, COMPILED, MODES, WORLD, run
+from helpers.ranks import run
+from helpers.sequence_worker import CASES, MODES, WORLD
 
-from train.environment import free_port
+pytestmark = pytest.mark.slow
 
 LOSS = 1e-6
 GRADIENT = 1e-5
 
 
-def found_by_ranks(out, cases, world=WORLD, with_checks=False):
-    """Results by name, of `world` processes."""
-    port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.sequence_worker"])
-    ranks = [
-        context.Process(target=run, args=(rank, world, port, str(out), cases, with_checks)) for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * world
+def found_by_ranks(folder, cases, world=WORLD, with_checks=False):
+    """Results by name, of `world` processes over a table of sequence_worker."""
+    out = folder / "found.json"
+    what = {"out": str(out), "cases": cases, "with_checks": with_checks}
+    run("helpers.sequence_worker:run", what, world, folder / "log")
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by_ranks(tmp_path_factory.mktemp("sequence") / "found.json", CASES, with_checks=True)
+    return found_by_ranks(tmp_path_factory.mktemp("sequence"), "CASES", with_checks=True)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +40,8 @@ def check(errors):
     assert errors["gradient"] <= GRADIENT, errors["where"]
 
 
-@pytest.mark.slow
 def test_compiled_blocks_give_the_same(tmp_path):
-    check(found_by_ranks(tmp_path / "found.json", COMPILED, world=1)["ulysses 1: compiled"])
+    check(found_by_ranks(tmp_path, "COMPILED", world=1)["ulysses 1: compiled"])
 
 
 @pytest.mark.parametrize("mode", MODES)
