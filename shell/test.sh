@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up and run the test suite. Arguments go to pytest: bash shell/test.sh tests/order -k seek
-#   bash shell/test.sh --fast    what starts no process and compiles nothing
+#   bash shell/test.sh --fast    what starts no process, compiles nothing and is not marked slow
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -10,6 +10,6 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$(count_gpus)" -eq 0 ]; then export DS_ACCELERATOR=cpu; fi
 
-# Tests of one file share what they set up, so a file stays on one worker; files begin in the order of tests/conftest.py.
+# Tests of one file share what they set up, so a file stays on one worker; those with slow tests begin.
 # "$@" comes last, so -n 0 undoes it.
 exec "$PY" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import shutil
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,34 +25,59 @@ DEMO = ROOT / "shell" / "data" / "demo"
 SHARED = ROOT.parent / "shared"
 
 
-# Files of some long tests. They come first, so that no worker is left with one while the other has nothing to do.
-LONGEST = ("resume", "sharding", "compiled", "stop", "in_batch", "deepspeed", "sequence_parallel")
-LONGEST += ("evaluation", "lora", "examples", "ranks_and_workers", "preset", "launchers", "zero3", "experts")
-# What a file of tests that starts processes or compiles has in it.
-STARTS = re.compile(
-    r"subprocess|multiprocessing|num_workers|workers=|\"--workers\"|compile|deepspeed|finetune|launched"
-)
+# Events of the interpreter when it starts a process.
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+AT_WORK = pytest.StashKey[bool]()  # whether a test runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fast", action="store_true", help="only files of tests that start no process and compile nothing"
+        "--fast",
+        action="store_true",
+        help="leave out tests that are marked slow, and skip each that starts a process or compiles",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--fast"):
+        return
+    import torch
+
+    def refuse(*_, **__):
+        pytest.skip("compiles, which --fast leaves out")
+
+    def on_event(event: str, _: object) -> None:
+        if event in STARTS and config.stash.get(AT_WORK, False):
+            pytest.skip("starts a process, which --fast leaves out")
+
+    torch.compile = refuse
+    sys.addaudithook(on_event)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if (
-        not config.getoption("--fast")
-        or collection_path.suffix != ".py"
-        or not collection_path.name.startswith("test_")
-    ):
-        return None
-    return bool(STARTS.search(collection_path.read_text(encoding="utf-8"))) or None
+    """Files that are slow as a whole are not imported for --fast."""
+    if config.getoption("--fast") and collection_path.name.startswith("test_"):
+        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    item.config.stash[AT_WORK] = True
+    try:
+        return (yield)
+    finally:
+        item.config.stash[AT_WORK] = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first, so that no worker is left with a long one at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+    if config.getoption("--fast"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(autouse=True)

@@ -97,11 +97,13 @@ def run(checkout: Path, *command: str | Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", SHELL_RUN, ids=str)
 def test_commands_run(block, checkout):
     run(checkout, "bash", "-euo", "pipefail", "-c", block.code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_RUN)
 def test_python_blocks_run(page, checkout):
     script = checkout / "page.py"

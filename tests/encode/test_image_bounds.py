@@ -18,6 +18,8 @@ from internvl_pack.encode.images import decode_tiles, image_size_of
 from internvl_pack.encode.tiles import TileGrid, plan_grid
 from internvl_pack.errors import SampleError
 
+pytestmark = pytest.mark.slow
+
 MAX_MB = 500
 MAX_SECONDS = 15  # 5 on an idle core; tests share theirs
 

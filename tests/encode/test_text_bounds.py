@@ -23,6 +23,7 @@ def encoder(tokenizer) -> Encoder:
     return Encoder(tokenizer)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.text(alphabet="ab Zé\u0301图.\n\r\t 1'<|im_end|>", max_size=40), min_size=1, max_size=4),
     st.sampled_from(["qwen", "gpt2"]),

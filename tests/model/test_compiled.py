@@ -23,6 +23,8 @@ from internvl_pack.model.compiled import compile_blocks, repeated_blocks
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.model.vision.drop_path import add_drop_path
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():

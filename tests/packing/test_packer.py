@@ -195,6 +195,7 @@ def streams(draw) -> tuple[Budget, list[Item]]:
     return budget, [Item((i, 0), t, min(v, budget.max_tiles)) for i, (t, v) in enumerate(sizes)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", PACKERS)
 @given(stream=streams(), buffer_size=st.integers(1, 20))
 @settings(max_examples=700, deadline=None)
@@ -278,6 +279,7 @@ def records(draw) -> Record:
     return Record("r", total, sum(s.num_tiles for s in spans), total, tuple(spans), system)
 
 
+@pytest.mark.slow
 @given(
     record=records(),
     tokens=st.integers(24, 120),

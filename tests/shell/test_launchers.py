@@ -16,6 +16,8 @@ from helpers.launched import launcher_settings, made_in
 
 from train.environment import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "shell").glob("*.sh"))
 TINY_OPTIONS = ["--force_image_size", "56", "--use_cpu", "True", "--bf16", "False", "--max_steps", "2000"]

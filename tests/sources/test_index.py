@@ -129,6 +129,7 @@ def attempts(whole: bytes, rng: random.Random) -> Iterator[bytes]:
         yield whole[:b] + whole[a:]
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_refused_or_says_the_same(path):
     file = write(path)
     whole = file.read_bytes()
@@ -270,6 +271,7 @@ def everything(source) -> list[str]:
     return out
 
 
+@pytest.mark.slow
 def test_forged_rows_of_a_jsonl_file_are_refused_or_lines_of_it(tmp_path):
     path = str(tmp_path / "rows.jsonl")
     Path(path).write_bytes(b"".join(b'{"id": "r%d"}\n%s' % (row, b"\n" * (row % 3)) for row in range(12)))
@@ -307,6 +309,7 @@ def test_an_index_that_leaves_a_row_out_is_noticed(tmp_path, row):
         source.read(row - 1)
 
 
+@pytest.mark.slow
 def test_forged_rows_of_a_shard_are_refused_or_samples_of_it(tmp_path):
     import io
     import tarfile

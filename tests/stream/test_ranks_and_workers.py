@@ -18,6 +18,8 @@ from internvl_pack.stream.loader import PackLoader, build_loader
 from internvl_pack.stream.state import make_state, plan_of
 from train.interruption import defer_worker_death
 
+pytestmark = pytest.mark.slow
+
 
 def make(meta, tokenizer, config, ranks=1, workers=0, **options) -> list[PackLoader]:
     return [

@@ -263,8 +263,9 @@ def test_every_row_is_encoded_once_and_the_next_run_encodes_none(meta, tokenizer
     counting = Counting(samples)
     found = parts(Survey(counting, ROOM, tmp_path), samples)
     assert sorted(counting.encoded) == [(0, row) for row in range(300)]
-    for row in range(300):
-        position = [samples.mixture(PackingConfig(), 0).locate(k)[1] for k in range(300)].index(row)
+    mixture = samples.mixture(PackingConfig(), 0)
+    for position in range(300):
+        _, row = mixture.locate(position)
         record = samples.encode(0, row).record
         tokens, tiles, _ = found[position // PART]
         assert (tokens[position % PART], tiles[position % PART]) == (record.num_tokens, record.num_tiles)

@@ -17,6 +17,8 @@ from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader
 from train.arguments import DataTrainingArguments
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 STEPS = 3
 SEED = 47  # of the order: packs of like cost meet in a step, and here one of text alone and one of images

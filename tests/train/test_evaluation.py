@@ -12,6 +12,8 @@ import torch
 from helpers.factory import TINY, write_jsonl, write_meta
 from helpers.ranks import run
 
+pytestmark = pytest.mark.slow
+
 COUNT = 30
 
 

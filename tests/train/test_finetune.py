@@ -12,6 +12,8 @@ from helpers.runs import summary_of, weights
 from train.accounting import Quarantine
 from train.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 COUNT = 24
 
 

@@ -239,6 +239,7 @@ def process(monkeypatch):
     os.environ.update(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_published_script_trains_here(name, folder, tmp_path, process, monkeypatch, capsys):
     if name == "lora":

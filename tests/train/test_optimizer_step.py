@@ -11,6 +11,8 @@ from helpers.stepping import run_ranks
 
 from train.arguments import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 STEPS, PLANTED = 5, 3
 HALF = {"bf16": True, "optim": "adamw_torch_fused"}
 RUNS = {

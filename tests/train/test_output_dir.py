@@ -31,6 +31,7 @@ def printed(capsys) -> str:
     return "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tmp_path, capsys):
     options = ("--use_packed_ds", "True", "--save_steps", "1", "--lr_scheduler_type", "constant")
     assert train(*options, "--max_steps", "1") == 0

@@ -14,6 +14,8 @@ from helpers.factory import write_jsonl
 from internvl_pack.cli import main as internvl_pack
 from train import finetune
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("pyarrow")
 
 COUNT = 24

@@ -8,6 +8,8 @@ import pytest
 from helpers.launched import made_in
 from helpers.stepping import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 20, 10
 COMMON = {
     "max_steps": STEPS,

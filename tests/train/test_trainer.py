@@ -24,6 +24,7 @@ def environment():
     os.environ.update(saved)
 
 
+@pytest.mark.slow
 def test_six_lines_train_a_dataset_and_evaluate_another(tokenizer, tmp_path, environment):
     from internvl_pack.testing.tiny import save_tiny_checkpoint
     from train.arguments import PackTrainingArguments
@@ -64,6 +65,7 @@ def test_six_lines_train_a_dataset_and_evaluate_another(tokenizer, tmp_path, env
     assert len(losses) == steps and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_ledger_of_ended_epochs_is_told_in_one_line(tokenizer, tmp_path, environment):
     from internvl_pack.testing.tiny import save_tiny_checkpoint
     from train.arguments import PackTrainingArguments

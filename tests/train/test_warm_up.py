@@ -38,6 +38,7 @@ def test_a_made_up_row_is_a_batch_as_the_model_wants_it(tokenizer):
         assert out.num_targets == row["num_loss_tokens"] == max(0, min(targets, tokens - len(row["cu_seqlens"]) + 1))
 
 
+@pytest.mark.slow
 def test_after_it_no_row_is_compiled_whatever_its_size(tokenizer):
     torch._dynamo.reset()
     packed, counter = tiny_packed(tokenizer), CompileCounterWithBackend("aot_eager")
@@ -62,6 +63,7 @@ def runs(tmp_path_factory, tokenizer):
     return run_ranks(made, twice, warm_up=tuple(name for name in twice if name.endswith(", warm")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_is_the_same_after_it(name, runs):
     for cold, warm in zip(runs[name], runs[f"{name}, warm"], strict=True):
