@@ -9,7 +9,6 @@ import torch
 from helpers.launched import made_in
 from helpers.model_samples import packed_batch, segment, tiny_packed
 from helpers.stepping import run_ranks
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from internvl_pack.model.compiled import compile_blocks
 from train.warm_up import CACHE, keep_compiled, made_up_row, row_shapes
@@ -40,6 +39,8 @@ def test_a_made_up_row_is_a_batch_as_the_model_wants_it(tokenizer):
 
 @pytest.mark.slow
 def test_after_it_no_row_is_compiled_whatever_its_size(tokenizer):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     packed, counter = tiny_packed(tokenizer), CompileCounterWithBackend("aot_eager")
     compile_blocks(packed, backend=counter)
