@@ -186,6 +186,7 @@ class Stats:
             "packing": {name: self._packing_json(p) for name, p in self.predictions.items()},
             "steps_an_epoch": self.chosen.steps,
             "rank_efficiency": self.chosen.rank_efficiency,
+            "trouble": self.chosen.trouble(),
             "padding": self.padding(),
         }
 

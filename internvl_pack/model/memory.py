@@ -127,18 +127,21 @@ def memory(
     checkpointed: bool,
     compiled: bool = True,
     loss_chunk: int = 1024,
+    trained: int | None = None,
 ) -> Memory:
-    """Of a run that trains all parameters.
+    """Of a run.
 
     Args:
+        trained: parameters that are trained, such as those of adapters; None for all.
         zero: the ZeRO stage, 0 for none.
         tokens, tiles: of a full row.
         checkpointed: whether every layer computes again, or none.
     """
     p, parts = sizes.parameters, gpus if zero else 1
+    t = p if trained is None else trained
     here = p // gpus if zero == 3 else p
     layers = (sizes.vision_layers // max(1, sizes.depths[0]), sizes.decoder_layers // max(1, sizes.depths[1]))
-    bucket = 0 if not zero else HALF * BUCKET * (2 if zero == 2 else 1)
+    bucket = 0 if not zero else HALF * min(t, BUCKET) * (2 if zero == 2 else 1)
     if zero == 3:
         bucket = HALF * (2 * max(layers) + sizes.rest)
     row = (tiles, tokens)
@@ -148,10 +151,10 @@ def memory(
     else:
         activations = sum(layer * d for layer, d in zip(whole, sizes.depths, strict=True))
     logits = loss_chunk * sizes.vocabulary * (HALF + FLOAT) + HALF * sizes.vocabulary * sizes.width
-    own = p // parts
+    own = t // parts
     return Memory(
         weights=HALF * here,
-        gradients=HALF * (here if zero == 3 else p // gpus if zero == 2 else p),
+        gradients=HALF * (t // gpus if zero >= 2 else t),
         optimizer=3 * FLOAT * own,
         buckets=bucket,
         activations=int(activations) + logits,

@@ -145,14 +145,15 @@ def _side(config: Mapping[str, Any], name: str) -> int:
 
 _TEXT = (
     *("hidden_size", "num_hidden_layers", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"),
 )
 _VISION = ("hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
 _VIT_300M, _VIT_6B = (1024, 24, 4096, 448, 14), (3200, 45, 12800, 448, 14)
 
-# The InternVL3 family's shapes, (language model, vision tower); language models are Qwen2.5 of 0.5B to 72B.
+# Shapes of InternVL3 (over Qwen2.5 of 0.5B to 72B) and of InternVL3.5 (over Qwen3 of 0.6B to 32B): (language model,
+# vision tower).
 SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    name: (dict(zip(_TEXT, text, strict=True)), dict(zip(_VISION, vision, strict=True)))
+    name: (dict(zip(_TEXT, text, strict=False)), dict(zip(_VISION, vision, strict=True)))
     for name, text, vision in (
         ("1B", (896, 24, 4864, 14, 2, 151674), _VIT_300M),
         ("2B", (1536, 28, 8960, 12, 2, 151674), _VIT_300M),
@@ -160,5 +161,11 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
         ("14B", (5120, 48, 13824, 40, 8, 151674), _VIT_300M),
         ("38B", (5120, 64, 27648, 40, 8, 151674), _VIT_6B),
         ("78B", (8192, 80, 29568, 64, 8, 151674), _VIT_6B),
+        ("3.5-1B", (1024, 28, 3072, 16, 8, 151936, 128), _VIT_300M),
+        ("3.5-2B", (2048, 28, 6144, 16, 8, 151936, 128), _VIT_300M),
+        ("3.5-4B", (2560, 36, 9728, 32, 8, 151936, 128), _VIT_300M),
+        ("3.5-8B", (4096, 36, 12288, 32, 8, 151936, 128), _VIT_300M),
+        ("3.5-14B", (5120, 40, 17408, 40, 8, 151936, 128), _VIT_300M),
+        ("3.5-38B", (5120, 64, 25600, 64, 8, 151936, 128), _VIT_6B),
     )
 }

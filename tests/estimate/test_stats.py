@@ -102,6 +102,8 @@ def test_packs_and_steps_are_those_that_training_plans(tmp_path, tokenizer, toke
     single = got["packing"]["single"]
     assert single["segments_a_pack"] == 1.0 and single["packs"] > single["samples"] == chosen["samples"] == 300
     assert got["packing"]["next_fit"]["packs"] >= chosen["packs"] >= chosen["lower_bound"]
+    many = stats_of(capsys, meta, "--tokenizer", tokenizer_dir, *argv, "--ranks", 2 * chosen["packs"])
+    assert many["trouble"].startswith(f"the data is small for {6 * chosen['packs']:,} packs a step")
 
 
 def test_worker_processes_give_the_same_figures(tmp_path, tokenizer_dir, capsys):
