@@ -107,7 +107,7 @@ class StopRequest:
         self.agreed = REASONS[int(asked)]
         self._progress.step()
         if self.agreed and self.rank == 0:
-            self.file.unlink(missing_ok=True)  # the run that goes on is not meant
+            self.file.unlink(missing_ok=True)  # so that the resumed run does not stop at once
         return self.agreed
 
 

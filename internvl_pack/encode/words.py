@@ -66,7 +66,7 @@ class WordEncoder:
 
     @classmethod
     def for_tokenizer(cls, state: dict[str, Any], tokenizer: Tokenizer) -> WordEncoder | None:
-        """From a tokenizer's JSON and the tokenizer; None where it is of another kind, or a probe comes out unlike."""
+        """From a tokenizer's JSON and the tokenizer; None for another kind, or if a probe is encoded differently."""
         model, expression = state["model"], _expression_of(state["pre_tokenizer"])
         if (
             expression is None
