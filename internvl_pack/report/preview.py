@@ -135,12 +135,11 @@ class Preview:
     """What the page shows."""
 
     rows: list[RowView]
-    budget: tuple[int, int]
+    budget: dict[str, int]  # tokens and tiles of a row
     ledger_lines: list[str]
     events: list[dict[str, Any]]
     epoch: int
     ended: bool
-    tile_pixels: int
     pictures_left_out: int = 0
 
 
@@ -182,8 +181,9 @@ def collect(
         UserError: as the loader.
     """
     dataset, packs = loader.packed_dataset, loader.packs_per_batch
-    budget = dataset.config.max_packed_tokens * packs, dataset.config.num_images_expected * packs
-    most_tiles = num_rows * budget[1]
+    config = dataset.config
+    budget = {"tokens": config.max_packed_tokens * packs, "tiles": config.num_images_expected * packs}
+    most_tiles = num_rows * budget["tiles"]
     room = _Room(tile_pixels=112 if most_tiles <= 480 else 80 if most_tiles <= 1600 else 56)
     decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
     rows: list[RowView] = []
@@ -196,7 +196,6 @@ def collect(
         events=loader.take_events(),
         epoch=loader.epoch,
         ended=len(rows) < num_rows,
-        tile_pixels=room.tile_pixels,
         pictures_left_out=room.left_out,
     )
 
@@ -318,14 +317,8 @@ def render(preview: Preview, *, title: str, options: Sequence[tuple[str, str]], 
         script="preview.js",
         options=options,
         notes=notes,
-        rows=preview.rows,
-        budget={"tokens": preview.budget[0], "tiles": preview.budget[1]},
+        **vars(preview),
         total=_totals(preview),
-        epoch=preview.epoch,
-        ended=preview.ended,
-        pictures_left_out=preview.pictures_left_out,
-        ledger_lines=preview.ledger_lines,
-        events=preview.events,
         max_events=MAX_EVENTS,
         open_segments=OPEN_SEGMENTS,
         border_columns=_BORDER_COLUMNS,
@@ -334,7 +327,7 @@ def render(preview: Preview, *, title: str, options: Sequence[tuple[str, str]], 
 
 
 def _totals(p: Preview) -> dict[str, Any]:
-    rows, (tokens, tiles) = p.rows, p.budget
+    rows, budget = p.rows, p.budget
     real, packed_tiles = (sum(r.counts[name] for r in rows) for name in ("num_real_tokens", "num_tiles"))
     trained = sum(r.counts["num_loss_tokens"] for r in rows)
     capacity = max(1, len(rows))
@@ -342,9 +335,9 @@ def _totals(p: Preview) -> dict[str, Any]:
         "samples": sum(r.counts["num_samples"] for r in rows),
         "segments": sum(len(r.samples) for r in rows),
         "tokens": real,
-        "token_fill": real / capacity / tokens,
+        "token_fill": real / capacity / budget["tokens"],
         "tiles": packed_tiles,
-        "tile_fill": packed_tiles / capacity / max(1, tiles),
+        "tile_fill": packed_tiles / capacity / max(1, budget["tiles"]),
         "trained": trained,
         "trained_share": trained / max(1, real),
     }

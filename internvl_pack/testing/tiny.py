@@ -32,21 +32,9 @@ CHAT_TEMPLATE = (
 
 # The words of made-up data.
 WORDS = (
-    "one",
-    "two",
-    "three",
-    "four",
-    "packs",
-    "rows",
-    "tiles",
-    "lanes",
-    "tokens",
-    "of",
-    "the",
-    "and",
-    "image",
-    "text",
-)
+    "one", "two", "three", "four", "packs", "rows", "tiles", "lanes",
+    "tokens", "of", "the", "and", "image", "text",
+)  # fmt: skip
 
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
