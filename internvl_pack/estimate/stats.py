@@ -87,6 +87,16 @@ class DatasetStats:
     def supervised_share(self) -> float:
         return self.loss_tokens / self.tokens.total if self.good else 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "good": self.good,
+            "reasons": dict(self.reasons.most_common()),
+            "tokens": self.tokens.summary(),
+            "tiles": self.tiles.summary(),
+            "images": self.images,
+            "supervised_share": self.supervised_share,
+        }
+
     def add(self, lengths: Lengths, loss_tokens: int, images: int) -> None:
         """Some rows: lengths, and the sums of their supervised tokens and images."""
         good = lengths.verdicts != REFUSED
@@ -145,35 +155,24 @@ class Stats:
 
     def as_json(self) -> dict[str, Any]:
         every, budget = self.all, self.config.budget()
-        tokens, tiles = every.tokens.summary(), every.tiles.summary()
-        names = ("mean", *QUANTILES)
+        bad, found, names = sum(every.reasons.values()), every.as_json(), ("mean", *QUANTILES)
         epoch = sum(map(self.epoch_tokens, self.datasets))
         return {
-            "samples": every.rows + sum(every.reasons.values()) - (every.rows - every.good),  # with damage of no row
-            "good": every.good,
-            "bad": sum(every.reasons.values()),
-            "reasons": dict(every.reasons.most_common()),
+            "samples": every.good + bad,  # with damage of no row
+            "bad": bad,
+            **found,
             "examples": self.examples,
-            "tokens": tokens,
-            "tiles": tiles,
-            "images": every.images,
-            "supervised_share": every.supervised_share,
             "share_of_budget": {
-                "tokens": {name: tokens[name] / budget.max_tokens for name in names},
-                "tiles": {name: tiles[name] / budget.max_tiles for name in names},
+                "tokens": {name: found["tokens"][name] / budget.max_tokens for name in names},
+                "tiles": {name: found["tiles"][name] / budget.max_tiles for name in names},
             },
             "datasets": [
                 {
                     "name": d.name,
                     "rows": d.rows,
-                    "good": d.good,
-                    "reasons": dict(d.reasons.most_common()),
                     "samples_an_epoch": d.positions,
                     "share_of_tokens": self.epoch_tokens(d) / epoch if epoch else 0.0,
-                    "tokens": d.tokens.summary(),
-                    "tiles": d.tiles.summary(),
-                    "images": d.images,
-                    "supervised_share": d.supervised_share,
+                    **d.as_json(),
                 }
                 for d in self.datasets
             ],
