@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +12,7 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..model.flops import peak_flops
 from ..model.memory import Sizes, memory
-from ..packing.cost import SIZES, CostModel
+from ..packing.cost import SIZES, CostModel, model_config
 from ._options import add_encoding, flag, option
 from .simulate import lengths_of
 
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     tokens, tiles = int(each_tokens.sum()), int(each_tiles.sum())
     operations = float(cost.of(each_tokens.astype(np.float64), each_tiles.astype(np.float64)).sum())
     packs = max(-(-tokens // args.max_packed_tokens), -(-tiles // args.num_images_expected))
-    sizes = Sizes.of(config_of(args.model))
+    sizes = Sizes.of(model_config(args.model))
     found = memory(
         sizes,
         gpus=args.gpus,
@@ -84,12 +82,3 @@ def run(args: argparse.Namespace) -> int:
         f"{seconds / 3600:.2f} h at {args.mfu:.0%} of {args.gpus} x {args.card}"
     )
     return 0
-
-
-def config_of(model: str) -> dict[str, Any]:
-    """A size of the family, or a config.json, which `CostModel.from_name` has read before."""
-    if model.upper() in SIZES:
-        text, vision = SIZES[model.upper()]
-        return {"text_config": text, "vision_config": vision}
-    path = Path(model)
-    return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))

@@ -80,26 +80,35 @@ class CostModel:
 
     @classmethod
     def from_name(cls, name: str) -> CostModel:
-        """One of SIZES, or the path of a `config.json` or of the folder that holds one.
+        """Of a `model_config`.
 
         Raises:
-            UserError: it is neither.
+            UserError: there is none of this name, or a number that is needed is missing.
         """
-        if name.upper() in SIZES:
-            text, vision = SIZES[name.upper()]
-            return cls.from_config({"text_config": text, "vision_config": vision})
-        path = Path(name)
-        if path.is_dir():
-            path = path / "config.json"
-        if not path.is_file():
-            raise UserError(f"model size {name!r} is neither one of {', '.join(SIZES)} nor a config.json")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise UserError(f"{path} holds no JSON object: give a model's config.json")
-        return cls.from_config(config)
+        return cls.from_config(model_config(name))
+
+
+def model_config(name: str) -> Mapping[str, Any]:
+    """The config of one of SIZES, or of a `config.json` or the folder that holds one.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if name.upper() in SIZES:
+        text, vision = SIZES[name.upper()]
+        return {"text_config": text, "vision_config": vision}
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UserError(f"model size {name!r} is neither one of {', '.join(SIZES)} nor a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise UserError(f"{path} holds no JSON object: give a model's config.json")
+    return config
 
 
 def attention_reach(text: Mapping[str, Any]) -> tuple[int, int]:
