@@ -250,7 +250,7 @@ def writing_to(folder: str | Path) -> Iterator[None]:
 
 
 def _for_want_of_space(error: BaseException | None, folder: Path) -> bool:
-    """Whether this, or what it came from, was raised for want of space. torch and safetensors tell it in words only."""
+    """Whether this, or what it came from, was raised for want of space. torch and safetensors say so in words only."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return True

@@ -56,7 +56,7 @@ def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
         try:
             address = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
         except (OSError, subprocess.CalledProcessError, IndexError) as error:
-            raise UserError(f"srun: scontrol does not tell the nodes of {nodes!r}: set MASTER_ADDR") from error
+            raise UserError(f"srun: scontrol does not name the nodes of {nodes!r}: set MASTER_ADDR") from error
     # A port of its own for each job, so that two jobs on a node do not meet.
     port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)
     return world | {"MASTER_ADDR": address, "MASTER_PORT": port}
@@ -136,9 +136,9 @@ def shut_down() -> None:
 def report_error(program: str, error: Exception, *, everyone: bool) -> None:
     """One line on stderr.
 
-    At start all ranks meet the same error: the first of a node tells it, and the others give it the time to, as
+    At start all ranks meet the same error: the first of a node reports it, and the others give it the time to, as
     torchrun ends every rank as soon as one has failed. Whoever is still there then has an error of its own. With
-    `everyone`, once training has begun, each rank tells its own at once.
+    `everyone`, once training has begun, each rank reports its own at once.
     """
     line = " ".join(str(error).split())
     if not everyone and not is_first_on_node():

@@ -1,4 +1,4 @@
-"""Save and stop: a run that is told to end first writes a checkpoint it can go on from.
+"""Save and stop: a run that gets a signal to end first writes a checkpoint to resume from.
 
 SIGTERM, SIGUSR1 (what Slurm sends before a time limit, `--signal=B:USR1@120`), SIGHUP (a terminal that is closed;
 ignored where it was ignored at the start, as by nohup) and Ctrl-C, or a file named STOP in the output folder for those

@@ -1,4 +1,4 @@
-"""torchrun, for runs that may be told to stop: the same options, another way of ending.
+"""torchrun, for runs that may get a signal to stop: the same options, another ending.
 
     python -m train.launch --standalone --nproc_per_node 8 train/finetune.py ...
 

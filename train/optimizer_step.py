@@ -4,13 +4,13 @@
         loss -> host      norm -> host                                      copied when there, read when logged
 
 DeepSpeed's ZeRO 1 and 2 look for infinite gradients one parameter at a time, make the norm one parameter at a time, and
-wait for both before the rest of the step is issued. The norm alone tells as much: it is not finite where a gradient is
+wait for both before the rest of the step is issued. The norm alone shows as much: it is not finite where a gradient is
 not. Here it is made for all parameters at once, and the host reads it beside the optimizer's work, which it has issued
 by then: AdamW's fused kernel is given a flag on the device that says whether to change anything. Other optimizers have
 no such flag: for them the host waits for the norm, and issues the rest, or not.
 
 A step that was not made changes neither weights nor the optimizer's states nor the learning rate, whatever the way of
-sharding, and is told in one line with the ids of its samples.
+sharding, and is reported in one line with the ids of its samples.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class StepTrainer(Trainer):
 
 
 class SkippedSteps(TrainerCallback):
-    """Skips steps without DeepSpeed, which does so by itself, and tells of all that were skipped."""
+    """Skips steps without DeepSpeed, which does so by itself, and reports all skipped steps."""
 
     def __init__(self, trainer: StepTrainer) -> None:
         self.trainer = trainer
@@ -188,7 +188,7 @@ class ZeroStep:
         )
 
     def norm(self) -> float:
-        """Of the step's gradients before they were clipped; tells DeepSpeed of a step that changed nothing."""
+        """Of the step's gradients before they were clipped; informs DeepSpeed of a step that changed nothing."""
         if self.reading is None:  # the search has found something
             return math.inf
         norm, self.reading = self.reading.number(), None

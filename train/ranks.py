@@ -50,7 +50,7 @@ def others_answer(seconds: float) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"another rank did not come to the end of the step within --ddp_timeout {seconds:g} s: it was stopped or "
-            "hangs; what it printed last tells more"
+            "hangs; its last output shows more"
         ) from error
 
 

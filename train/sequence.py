@@ -52,7 +52,7 @@ def attention_heads(model_args: ModelArguments) -> tuple[int, int] | None:
     try:
         config, _ = PreTrainedConfig.get_config_dict(str(model_args.model_name_or_path or model_args.llm_path))
     except OSError:
-        return None  # told with its option when the model is loaded
+        return None  # reported with its option when the model is loaded
     config = config.get("text_config") or config.get("llm_config") or config
     heads = config.get("num_attention_heads")
     return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
@@ -87,7 +87,7 @@ def fit_packing(
 
     A run that goes on keeps the multiple that its packs were filled with, so that the number of GPUs a row may change,
     and so does one on packs that were planned. Where that multiple is too small for ring, rows exceed their budget by
-    the difference, which is told.
+    the difference, and the log says so.
     """
     size, mode, given = args.sequence_parallel_size, args.sequence_parallel_mode, given_multiple(data_args)
     needed = token_multiple(size, mode) if mode == "ring" else 1

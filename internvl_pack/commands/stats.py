@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from ..config import check_budget
     from ..estimate.stats import gather
 
-    num_workers(args)  # a mistake is told before anything is opened
+    num_workers(args)  # report a mistake before anything is opened
     config = packing_config(args)
     if args.out:
         _prepare(Path(args.out))

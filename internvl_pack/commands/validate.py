@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    num_workers(args)  # a mistake is told before anything is opened
+    num_workers(args)  # report a mistake before anything is opened
     checker = build_checker(args)
     num_rows = checker.samples.num_rows
     processes = num_workers(args, small=num_rows < 2000 and not args.decode)

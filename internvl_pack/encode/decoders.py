@@ -201,7 +201,7 @@ def _jpeg_scale(header: Header, target: tuple[int, int] | None) -> int:
 def _cmyk_to_rgb(pixels: np.ndarray) -> np.ndarray:
     """JPEG's CMYK is read by Adobe's convention, 0 for full ink, with and without the Adobe marker.
 
-    That is what Pillow and browsers do; files that mean the opposite are not told apart by anything in them.
+    That is what Pillow and browsers do; nothing in a file shows that it means the opposite.
     """
     from PIL import Image
 

@@ -51,7 +51,7 @@ RECORD_FIELDS = frozenset((
 
 _ROLE_AND_TEXT = frozenset(("from", "value", "role", "content"))
 _EMPTY = (None, "", "[]", "{}", "null")
-_MANY = 50  # names of unknown fields told of one record
+_MANY = 50  # names of unknown fields reported of one record
 
 
 def is_filled(value: Any) -> bool:

@@ -349,7 +349,7 @@ def _ico(data: bytes) -> Header:
         raise ValueError("an ICO without a picture")
     entries = [directory[at : at + 16] for at in range(0, len(directory), 16)]
     largest = max((entry[0] or 256) * (entry[1] or 256) for entry in entries)
-    # Of several of a size Pillow takes one by its depth; whichever it is, none may be larger than what is told here.
+    # Of several of a size Pillow takes one by its depth; whichever it is, none may be larger than the size given here.
     sizes = [
         _ico_size(data, int.from_bytes(entry[12:16], "little"))
         for entry in entries

@@ -67,7 +67,7 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows, bad ones included: `read` tells which are."""
+        """Rows, including those that `read` rejects."""
 
     @abstractmethod
     def read(self, row: int) -> RawSample:
@@ -93,7 +93,7 @@ class Source(ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells this data from other data of as many rows, for sources that are no files; a resume compares it."""
+        """Identifies the data of a source without files, beside its number of rows; a resume compares it."""
         return None
 
     @property

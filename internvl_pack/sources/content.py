@@ -1,4 +1,4 @@
-"""Content marks: a short hash that tells two data files apart whose rows differ in nothing but text or order.
+"""Content marks: a short hash that differs between files whose rows differ only in text or order.
 
 Size and number of rows do not: rows of equal lengths may change places. A file's mark is the hash of its size and of
 the hashes of its pieces, so that several workers may hash one file.

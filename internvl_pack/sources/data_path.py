@@ -29,7 +29,7 @@ def entry_of(path: str) -> dict[str, dict[str, Any]] | None:
             return {name: {"annotation": base, "root": base}}
         shards = sorted(glob.glob("*.tar", root_dir=path))
         return {name: {"shards": [os.path.join(base, shard) for shard in shards]}} if shards else None
-    if not os.path.exists(path) and base.endswith(".tar"):  # braces; a file that is missing is told by name
+    if not os.path.exists(path) and base.endswith(".tar"):  # braces; a missing file is reported by name
         return {name: {"shards": base}} if "{" in base else None
     if is_table(path):
         return {name: {"annotation": base}}
@@ -44,7 +44,7 @@ def entry_of(path: str) -> dict[str, dict[str, Any]] | None:
 
 
 def _holds_records(head: bytes) -> bool:
-    """Whether a file begins with a record that has turns, or with a JSON array, of which its reader tells more."""
+    """Whether a file begins with a record that has turns, or with a JSON array, which its reader reports."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         return True

@@ -16,7 +16,7 @@ MAX_OPEN_FILES = 128
 
 
 class Stamp(NamedTuple):
-    """What tells whether a file is still the one that was indexed: size in bytes, time of change in ns."""
+    """Identifies the state of a file that was indexed: size in bytes, time of change in ns."""
 
     size: int
     mtime_ns: int

@@ -138,7 +138,7 @@ def retrying(address: str, attempt: Callable[[], _T]) -> _T:
 
 
 class Version(dict):
-    """What tells whether an address still holds the same bytes: size and marks, as far as the server says."""
+    """Identifies the bytes of an address: size and marks, as far as the server gives them."""
 
 
 class Store(Protocol):

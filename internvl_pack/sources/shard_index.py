@@ -60,7 +60,7 @@ _COMPRESSED = {
 OK, NO_RECORD, DUPLICATE, NOT_A_FILE, UNSAFE_NAME, SPARSE, CUT = range(7)
 REASONS = {
     NO_RECORD: ("record_missing", "no .json member goes with {member}"),
-    DUPLICATE: ("duplicate_member", "{member} is there more than once; which one is meant cannot be told"),
+    DUPLICATE: ("duplicate_member", "{member} is there more than once; which one is meant is not clear"),
     NOT_A_FILE: ("member_not_a_file", "{member} is a link or device, which is not followed"),
     UNSAFE_NAME: ("unsafe_member_name", "{member} has an absolute name or one with '..', which is not used"),
     SPARSE: ("sparse_member", "{member} is stored as a sparse file, which is not supported"),

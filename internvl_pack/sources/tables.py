@@ -1,4 +1,4 @@
-"""Which paths are tables that the datasets library reads, told without it: its import takes a second."""
+"""Which paths are tables of the datasets library, found without importing it, which takes a second."""
 
 from __future__ import annotations
 
