@@ -96,14 +96,7 @@ def packed_collate_fn(
         raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
 
     places = _offsets(padded)  # where the segments lie
-    input_ids = np.full(target, pad_token_id, dtype=np.int64)
-    labels = np.full(target, IGNORE_INDEX, dtype=np.int64)
-    weights = np.zeros(target, dtype=np.float32)
-    for s, start in zip(segments, places.tolist(), strict=False):
-        stop = start + len(s.input_ids)
-        input_ids[start:stop] = s.input_ids
-        labels[start + 1 : stop] = s.labels[1:]  # nothing before it in the segment predicts the first token
-        weights[start:stop] = token_weights(labels[start:stop], loss_reduction, s.num_loss_tokens)
+    input_ids, labels, weights = _joined(segments, places, pad_token_id, loss_reduction)
     position_ids = np.arange(target, dtype=np.int64) - np.repeat(places[:-1].numpy().astype(np.int64), padded)
 
     tile_counts = [len(s.tiles) for s in segments] + [0] * (len(lengths) - len(segments))
@@ -238,6 +231,22 @@ def _check_segments(segments: Sequence[Segment]) -> None:
             raise ValueError(f"segment {s.sample_id!r} has no tokens: repeated boundaries break the kernels")
         if len(s.labels) != len(s.input_ids):
             raise ValueError(f"segment {s.sample_id!r}: {len(s.input_ids)} tokens but {len(s.labels)} labels")
+
+
+def _joined(
+    segments: Sequence[Segment], places: Tensor, pad_token_id: int, loss_reduction: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, labels and loss weights of the row, (N,) each, with the segments at their places."""
+    target = int(places[-1])
+    input_ids = np.full(target, pad_token_id, dtype=np.int64)
+    labels = np.full(target, IGNORE_INDEX, dtype=np.int64)
+    weights = np.zeros(target, dtype=np.float32)
+    for s, start in zip(segments, places.tolist(), strict=False):
+        stop = start + len(s.input_ids)
+        input_ids[start:stop] = s.input_ids
+        labels[start + 1 : stop] = s.labels[1:]  # nothing before it in the segment predicts the first token
+        weights[start:stop] = token_weights(labels[start:stop], loss_reduction, s.num_loss_tokens)
+    return input_ids, labels, weights
 
 
 def _pixels(rows: Sequence[PackRow], image_size: int) -> Tensor:

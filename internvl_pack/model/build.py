@@ -127,13 +127,17 @@ def build_model(
     if compile:
         compile_blocks(packed, recompute=compile_recompute, fused_vision=fused_vision)
     if is_zero3(packed):
-        try:
-            gather_by_layers(repeated_blocks(packed))
-        except AttributeError:  # a decoder of another make: a matrix at a time, experts together
-            gather_experts_together(packed.language_model)
+        _gather_blocks(packed)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)
     return packed
+
+
+def _gather_blocks(packed: PackedModel) -> None:
+    try:
+        gather_by_layers(repeated_blocks(packed))
+    except AttributeError:  # a decoder of another make: a matrix at a time, experts together
+        gather_experts_together(packed.language_model)
 
 
 # --- loading --------------------------------------------------------------------------------------
