@@ -118,7 +118,7 @@ class Ledgers(TrainerCallback):
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"resume: the ledger of the ended epochs in {checkpoint} is damaged "
-                f"({type(error).__name__}: {error}): go on from an earlier checkpoint"
+                f"({type(error).__name__}: {error}): resume from an earlier checkpoint"
             ) from None
 
 

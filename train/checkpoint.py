@@ -45,7 +45,7 @@ class Checkpoint:
 
     step: N.
     saved_at: seconds since 1970, by the clock of the machine that wrote the mark.
-    damage: what is wrong with it, in a few words; "" where it can be gone on from.
+    damage: what is wrong with it, in a few words; "" where it can be resumed.
     """
 
     folder: Path

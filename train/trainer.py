@@ -345,7 +345,7 @@ class PackTrainer(StepTrainer):
             resume_from_checkpoint: a folder; True: the complete one in output_dir that was written last.
 
         Raises:
-            UserError: bad data, or a checkpoint that cannot be gone on from.
+            UserError: bad data, or a checkpoint that cannot be resumed.
         """
         if resume_from_checkpoint is True:
             found = find_checkpoint("auto", self.output_dir)

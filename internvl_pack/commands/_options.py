@@ -130,7 +130,7 @@ def measure_with_bar(survey: Survey, processes: int = 0) -> None:
     """Measure all samples that the survey does not know.
 
     Raises:
-        UserError: the data cannot be gone on with, or a worker was killed.
+        UserError: reading cannot continue, or a worker was killed.
     """
     from tqdm import tqdm
 

@@ -271,7 +271,7 @@ def gather(
         planned_samples: see PLANNED_SAMPLES.
 
     Raises:
-        UserError: the data cannot be gone on with, or a worker was killed.
+        UserError: reading cannot continue, or a worker was killed.
     """
     mixture = samples.mixture(config, 0)
     samples.check_some(len(mixture))

@@ -159,7 +159,7 @@ class StepPlan:
         except (AssertionError, LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"resume: the plan of the saved state is damaged ({type(error).__name__}: {error}): "
-                "go on from an earlier checkpoint"
+                "resume from an earlier checkpoint"
             ) from None
 
     def _load(self, state: Mapping[str, Any]) -> None:

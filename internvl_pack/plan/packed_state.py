@@ -70,5 +70,5 @@ def from_json(value: Any) -> Any:
         planes = np.frombuffer(zlib.decompress(base64.b64decode(value["table"], validate=True)), np.uint8)
         columns = np.ascontiguousarray(planes.reshape(8, -1).T).reshape(-1).view("<i8").reshape(value["columns"], -1)
     except (ValueError, TypeError, zlib.error):
-        raise UserError("resume: a table of the saved state is damaged: go on from an earlier checkpoint") from None
+        raise UserError("resume: a table of the saved state is damaged: resume from an earlier checkpoint") from None
     return np.ascontiguousarray(np.cumsum(columns, axis=1, dtype=np.int64).T)

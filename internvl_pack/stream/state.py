@@ -41,7 +41,7 @@ def plan_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     plan = state["plan"]
     if plan is not None and not isinstance(plan, dict):
-        raise UserError("resume: the plan of the saved state is damaged: go on from an earlier checkpoint")
+        raise UserError("resume: the plan of the saved state is damaged: resume from an earlier checkpoint")
     return None if plan is None else from_json(plan)
 
 
@@ -60,7 +60,7 @@ def losses_of(state: Mapping[str, Any]) -> Losses:
             return out
     except (LookupError, TypeError, ValueError):
         pass
-    raise UserError("resume: 'losses' of the saved state are damaged: go on from an earlier checkpoint")
+    raise UserError("resume: 'losses' of the saved state are damaged: resume from an earlier checkpoint")
 
 
 def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> None:
@@ -70,7 +70,7 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
         UserError: it cannot; names the option that differs.
     """
     if not isinstance(state, Mapping):
-        raise UserError("resume: the saved state is no JSON object: go on from an earlier checkpoint")
+        raise UserError("resume: the saved state is no JSON object: resume from an earlier checkpoint")
     if state.get("version") != STATE_VERSION:
         raise UserError(
             f"resume: the saved state has version {state.get('version')!r}, this release reads version "
@@ -80,11 +80,11 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
     missing = [key for key in ("epoch", "options", "plan", "losses") if key not in state]
     if missing:
         raise UserError(
-            f"resume: the saved state has no {missing[0]!r}: it is damaged, go on from an earlier checkpoint"
+            f"resume: the saved state has no {missing[0]!r}: it is damaged, resume from an earlier checkpoint"
         )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0 or not isinstance(state["options"], dict):
         raise UserError(
-            "resume: the epoch or the options of the saved state are damaged: go on from an earlier checkpoint"
+            "resume: the epoch or the options of the saved state are damaged: resume from an earlier checkpoint"
         )
     if options is None:
         return
@@ -98,5 +98,5 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any] | None) -> 
                 old, new = zip(*((o, n) for o, n in zip(old, new, strict=True) if o != n), strict=True)
             raise UserError(
                 f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} "
-                f"now: set it back, or pass resume_ignore_options to go on with an order that differs"
+                f"now: set it back, or pass resume_ignore_options to continue with another order"
             )

@@ -131,7 +131,7 @@ class Checker:
         """The bad ones among rows [start, stop) of dataset `which`.
 
         Raises:
-            UserError: the data cannot be gone on with, such as a file that changes meanwhile.
+            UserError: reading cannot continue, as with a file that changes meanwhile.
         """
         if self.decode:
             errors = [(row, self._decoded(which, row)) for row in range(start, stop)]
@@ -200,7 +200,7 @@ def validate(checker: Checker, *, num_workers: int = 0) -> Iterator[tuple[int, l
         (samples checked since the last time, the bad ones among them).
 
     Raises:
-        UserError: the data cannot be gone on with, or a worker was killed.
+        UserError: reading cannot continue, or a worker was killed.
     """
     damage = checker.damage()
     if damage:

@@ -79,7 +79,7 @@ def measure_all(survey: Survey, num_workers: int = 0) -> Iterator[int]:
         rows done since the last time, which add up to all rows; those found done come first.
 
     Raises:
-        UserError: the data cannot be gone on with, or a worker was killed.
+        UserError: reading cannot continue, or a worker was killed.
     """
     missing = [_missing_rows(survey, dataset) for dataset in range(len(survey.tables))]
     known = survey.samples.num_rows - sum(map(len, missing))
