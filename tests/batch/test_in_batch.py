@@ -332,13 +332,13 @@ def assert_one_training(model, meta, tokenizer, tmp_path, encode, row, count):
 
 
 @pytest.mark.slow
-def test_all_three_ways_train_the_same_samples_with_the_same_loss_and_gradients(tokenizer, tmp_path):
+def test_all_three_packing_modes_train_the_same_samples_with_the_same_loss_and_gradients(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 200)
     assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, ROW, 200)
 
 
 @pytest.mark.slow
-def test_all_three_ways_agree_on_the_demo_data(tokenizer, tmp_path, demo_dir):
+def test_all_three_packing_modes_agree_on_the_demo_data(tokenizer, tmp_path, demo_dir):
     row = {"max_packed_tokens": 8192, "num_images_expected": 40}
     assert_one_training(tiny_packed(tokenizer), demo_dir / "meta.json", tokenizer, tmp_path, TINY, row, 52)
 
@@ -359,7 +359,7 @@ def write_real(shared_dir, folder, tokenizer, count):
 
 
 @pytest.mark.slow
-def test_all_three_ways_agree_on_500_real_samples(tokenizer, tmp_path, shared_dir):
+def test_all_three_packing_modes_agree_on_500_real_samples(tokenizer, tmp_path, shared_dir):
     meta = write_real(shared_dir, tmp_path, tokenizer, 500)
     row = {"max_packed_tokens": 6144, "num_images_expected": 160}
     assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, row, 500)

@@ -50,7 +50,7 @@ def test_a_count_is_what_the_loaders_give(samples, num_ranks, accumulation):
     run = estimate_epochs(datasets[0], num_ranks * accumulation, 2)
     assert run.exact and run.how == "counted"
     for epoch in (0, 1):
-        told, steps, held = run.epochs[epoch], set(), Counter()
+        estimated, steps, held = run.epochs[epoch], set(), Counter()
         for dataset in datasets:
             loader = build_loader(dataset, accumulation=accumulation)
             loader.set_epoch(epoch)
@@ -58,11 +58,15 @@ def test_a_count_is_what_the_loaders_give(samples, num_ranks, accumulation):
                 steps.add(batch["progress"].step)
                 held += Counter(tokens=batch["num_real_tokens"], tiles=len(batch["pixel_values"]))
                 held["segments"] += batch["num_segments"]
-        assert run.steps(epoch) == told.steps == len(steps)
-        assert (told.tokens, told.tiles, told.segments) == (held["tokens"], held["tiles"], held["segments"])
-        assert told.samples == COUNT
-        assert told.steps_empty == 0 and told.steps_not_full <= 1 and told.bound <= told.packs
-        assert 0 < told.rank_efficiency <= 1.0 and (num_ranks > 1 or told.rank_efficiency == 1.0)
+        assert run.steps(epoch) == estimated.steps == len(steps)
+        assert (estimated.tokens, estimated.tiles, estimated.segments) == (
+            held["tokens"],
+            held["tiles"],
+            held["segments"],
+        )
+        assert estimated.samples == COUNT
+        assert estimated.steps_empty == 0 and estimated.steps_not_full <= 1 and estimated.bound <= estimated.packs
+        assert 0 < estimated.rank_efficiency <= 1.0 and (num_ranks > 1 or estimated.rank_efficiency == 1.0)
 
 
 def test_samples_that_are_split_and_refused_are_counted(samples):
@@ -81,11 +85,11 @@ def test_an_estimate_is_close_to_the_count(samples, monkeypatch, options):
     monkeypatch.setattr(estimate, "EXACT_SECONDS", 0.0)
     monkeypatch.setattr(estimate, "KNOWN_SAMPLES", 45)
     run = estimate_epochs(dataset, 2, 1)
-    told = run.first
+    estimated = run.first
     assert not run.exact and run.how == "estimated from 45 samples"
-    assert told.packs == pytest.approx(counted.packs, rel=0.1) and told.samples == pytest.approx(COUNT)
-    assert not told.differs(counted)
-    assert told.steps == -(-told.packs // 2)
+    assert estimated.packs == pytest.approx(counted.packs, rel=0.1) and estimated.samples == pytest.approx(COUNT)
+    assert not estimated.differs(counted)
+    assert estimated.steps == -(-estimated.packs // 2)
 
 
 def test_what_is_not_known_is_estimated_from_few_and_measured_once(samples, monkeypatch):
@@ -160,7 +164,7 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize(("changes", "expected"), TROUBLES)
-def test_packing_that_does_little_is_told_with_its_reason_and_what_to_change(changes, expected):
+def test_packing_that_does_little_is_reported_with_its_reason_and_what_to_change(changes, expected):
     trouble = PackingEstimate(**{**FULL, **changes}).trouble()
     if expected is None:
         assert trouble is None
@@ -173,12 +177,12 @@ def test_one_line_says_what_packing_will_do():
         "packing: rows of 16,384 tokens and 48 tiles; an epoch has 25 steps of 4 packs (counted), 1.000 times the "
         "least possible; 100 packs, 12.0 samples a pack, token fill 97.7%, tile fill 62.5%, ranks 98.7% even"
     )
-    told = PackingEstimate(**{**FULL, "num_ranks": 1}, num_planned=2000).line()
-    assert "has about 25 steps of 4 packs (estimated from 2,000 samples)" in told and "even" not in told
+    estimated = PackingEstimate(**{**FULL, "num_ranks": 1}, num_planned=2000).line()
+    assert "has about 25 steps of 4 packs (estimated from 2,000 samples)" in estimated and "even" not in estimated
 
 
 def test_packs_that_hold_something_else_differ():
-    told = PackingEstimate(**FULL)
-    assert not told.differs(PackingEstimate(**{**FULL, "packs": 102}))
-    assert told.differs(PackingEstimate(**{**FULL, "tokens": 100 * 15000}))
-    assert told.differs(PackingEstimate(**{**FULL, "samples": 1000}))
+    estimated = PackingEstimate(**FULL)
+    assert not estimated.differs(PackingEstimate(**{**FULL, "packs": 102}))
+    assert estimated.differs(PackingEstimate(**{**FULL, "tokens": 100 * 15000}))
+    assert estimated.differs(PackingEstimate(**{**FULL, "samples": 1000}))

@@ -92,11 +92,11 @@ def test_packs_and_steps_are_those_that_training_plans(tmp_path, tokenizer, toke
     dataset = PackedDataset.from_meta(
         meta, tokenizer, PackingConfig(**options), encode=factory.TINY, rank=0, world_size=2
     )
-    told = estimate_epochs(dataset, 6, 1).first
+    estimated = estimate_epochs(dataset, 6, 1).first
     chosen = got["packing"]["subset_sum"]
-    assert told.exact and chosen["exact"]
-    assert (chosen["packs"], chosen["steps"]) == (told.packs, told.steps)
-    assert got["rank_efficiency"] == told.rank_efficiency
+    assert estimated.exact and chosen["exact"]
+    assert (chosen["packs"], chosen["steps"]) == (estimated.packs, estimated.steps)
+    assert got["rank_efficiency"] == estimated.rank_efficiency
     assert chosen["split"] > 0, "the budget is small enough for some to be split"
     assert got["steps_an_epoch"] == chosen["steps"]
     single = got["packing"]["single"]

@@ -33,7 +33,7 @@ def moe(tokenizer, experts="eager", **settings):
 
 
 def assert_alike(found, wanted, what=""):
-    """Within 1e-5 of each gradient's norm; the bias of keys has none but rounding, which is told by the largest one."""
+    """Within 1e-5 of each gradient's norm; the bias of keys has none but rounding, whose size the largest one gives."""
     assert found.keys() == wanted.keys()
     rounding = 1e-7 * max(gradient.norm() for gradient in wanted.values())
     for name, gradient in wanted.items():
@@ -41,7 +41,7 @@ def assert_alike(found, wanted, what=""):
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
-def test_every_way_to_multiply_experts_gives_the_loss_and_gradients_of_the_loop(tokenizer, experts):
+def test_every_product_of_experts_gives_the_loss_and_gradients_of_the_loop(tokenizer, experts):
     batch = packed_batch(mixed_segments(tokenizer))
     loop, other = moe(tokenizer), moe(tokenizer, experts)
     expected, found = loop(**batch).loss, other(**batch).loss
@@ -137,7 +137,7 @@ def test_a_row_without_samples_counts_nothing(tokenizer):
     assert not counts.any() and not probabilities.any()
 
 
-def test_real_tokens_are_told_from_both_kinds_of_pads():
+def test_real_tokens_are_distinguished_from_both_kinds_of_pads():
     """Segments of 3 and 2 tokens, each padded to a multiple of 4, and a pad segment of 4."""
     mask = real_tokens(torch.zeros(1, 12), 5, torch.tensor([0, 3, 5, 9]), torch.tensor([0, 4, 8, 12]), None)
     assert mask.int().tolist() == [[1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]]

@@ -38,7 +38,7 @@ def test_other_kinds_of_models(option, content, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_is_told_before_a_tokenizer_is_looked_for(tmp_path, tokenizer):
+def test_a_run_is_refused_before_a_tokenizer_is_looked_for(tmp_path, tokenizer):
     config = chat_config(tokenizer, llm_config={"architectures": ["InternLM3ForCausalLM"]})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"InternLM3 \(InternVL3-9B\)"):

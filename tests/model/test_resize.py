@@ -131,7 +131,7 @@ def test_no_id_of_a_vocabulary_with_gaps_is_cut_off():
     assert model.config.vocab_size == 112
 
 
-def test_new_tokens_are_told_by_the_language_models_own_tokenizer(tokenizer, tmp_path, caplog):
+def test_new_tokens_are_found_by_the_language_models_own_tokenizer(tokenizer, tmp_path, caplog):
     import copy
 
     from internvl_pack.testing.tiny import tiny_tokenizer

@@ -37,7 +37,7 @@ def test_a_token_of_gpt_oss_20b_costs_what_its_active_experts_do():
     assert cost.attention / 3 == 2 * 12 * 64 * 64, "of the layers that see everything"
 
 
-def test_layers_with_a_window_are_told_from_those_that_see_everything():
+def test_layers_with_a_window_are_distinguished_from_those_that_see_everything():
     assert attention_reach(DENSE) == (6, 0)
     assert attention_reach(DENSE | {"sliding_window": 8}) == (6, 0)
     kinds = ["sliding_attention"] * 2 + ["full_attention"]

@@ -24,8 +24,8 @@ def batch(
     """A batch of one segment with one tile; `events` are (id, reason, detail)."""
     tiles = np.full((1, 3, 4, 4), shade, dtype=np.uint8)
     segment = Segment(sample_id, (0, 1), np.array(ids, np.int32), np.array(labels, np.int32), tiles, (1,), 2)
-    told = [{"id": i, "reason": reason, "detail": detail} for i, reason, detail in events]
-    return packed_collate_fn([PackRow([segment])], image_size=4) | {"progress": Progress(step, events=told, **progress)}
+    left = [{"id": i, "reason": reason, "detail": detail} for i, reason, detail in events]
+    return packed_collate_fn([PackRow([segment])], image_size=4) | {"progress": Progress(step, events=left, **progress)}
 
 
 LOST = ("a/9", "image_unreadable")

@@ -1,4 +1,4 @@
-"""Which ranks share a row, and a model that is told so."""
+"""Which ranks share a row, and a model that is set to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_process_by_itself_is_a_group_of_one():
     assert (group.size, group.dp_rank, group.dp_world, group.process_group) == (1, 0, 1, None)
 
 
-def test_a_model_is_told_of_its_group_unless_its_heads_do_not_go(tokenizer, caplog):
+def test_a_model_takes_its_group_unless_its_heads_do_not_go(tokenizer, caplog):
     packed = tiny_packed(tokenizer)
     with pytest.raises(UserError, match="does not divide the language model's 4 attention heads"):
         enable_sequence_parallel(packed, group_of(3))

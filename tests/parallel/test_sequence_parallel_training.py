@@ -217,8 +217,8 @@ def test_books_count_a_row_once_however_many_share_it(runs):
 
 def test_a_sample_that_one_rank_cannot_read_is_trained_by_all_where_the_first_of_them_can(runs):
     assert UNREADABLE in {i for ids in read_sample_log(runs / "zero1").values() for i in ids}
-    told = [line for line in (runs / "log.txt").read_text().splitlines() if "share rows" in line]
-    assert told == [
+    found = [line for line in (runs / "log.txt").read_text().splitlines() if "share rows" in line]
+    assert found == [
         f"ranks 0, 1 share rows and did not read the same ({UNREADABLE}: image_unreadable on rank 1, not on all): all "
         "train what rank 0 read, which is sent to the others; is the storage reliable?"
     ]
@@ -244,8 +244,8 @@ def test_isolation_is_checked_on_shared_rows(runs):
 
 
 def test_processes_that_do_not_make_whole_groups_are_refused(runs):
-    told = (runs / "refused" / "error.txt").read_text()
-    assert told.startswith("--sequence_parallel_size 3 does not divide the run's 4 processes: set it to a divisor")
+    found = (runs / "refused" / "error.txt").read_text()
+    assert found.startswith("--sequence_parallel_size 3 does not divide the run's 4 processes: set it to a divisor")
 
 
 @pytest.mark.parametrize("name", REFUSED)
