@@ -158,6 +158,15 @@ def test_commands_within_the_text_name_what_there_is(page):
     assert [p for command in INLINE.findall(text) for p in problems(command.replace("\n", " "))] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_are_indented_name_what_there_is(page):
+    """Usage lines too, whose optional parts stand in brackets."""
+    lines = re.findall(
+        r"^    ((?:internvl-pack|python|torchrun|bash|pip) .*(?:\\\n.*)*)$", BLOCK.sub("", text_of(page)), re.M
+    )
+    assert [p for line in lines for p in problems(re.sub(r"[\[\]]", " ", line))] == []
+
+
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind == "python" and b.why], ids=str)
 def test_names_imported_exist(block):
     for node in ast.walk(ast.parse(block.code)):
@@ -267,7 +276,9 @@ def script_options(script: str) -> set[str]:
 
         parser = HfArgumentParser([ModelArguments, DataTrainingArguments, PackTrainingArguments])
         return {option for action in parser._actions for option in action.option_strings}
-    return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', (ROOT / script).read_text(encoding="utf-8"))}
+    text = (ROOT / script).read_text(encoding="utf-8")
+    rest = script_options("train/finetune.py") if "parse_known_args" in text else set()  # which it hands on
+    return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *rest}
 
 
 @cache
