@@ -40,12 +40,12 @@ rm -rf "$WORK_DIR/packed" "$WORK_DIR/padded"
 say "tiny model -> $WORK_DIR/tiny"
 "$PY" train/make_tiny_model.py --meta_path "$META" --output_dir "$WORK_DIR/tiny" --hidden_size "$width"
 
-# The same model, data, seed and budgets both times; only the way samples share rows differs.
+# The same model, data, seed and budgets both times; only how samples share rows differs.
 train() {
-  local way="$1"
+  local mode="$1"
   shift
   "$PY" -m torch.distributed.run --standalone --nproc_per_node "$ranks" train/finetune.py \
-    --model_name_or_path "$WORK_DIR/tiny" --meta_path "$META" --output_dir "$WORK_DIR/$way" \
+    --model_name_or_path "$WORK_DIR/tiny" --meta_path "$META" --output_dir "$WORK_DIR/$mode" \
     --force_image_size 56 --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 6 \
     --max_packed_tokens 2048 --num_images_expected 44 --max_seq_length 2048 \
     --deepspeed zero_stage1 --num_train_epochs 1 --learning_rate 2e-3 --warmup_steps 5 --lr_scheduler_type cosine \

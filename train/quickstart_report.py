@@ -71,7 +71,7 @@ def padding_avoided(packed: dict[str, Any], padded: dict[str, Any]) -> float:
 
 
 def table(packed: dict[str, Any], padded: dict[str, Any]) -> list[str]:
-    """Lines for people: both ways side by side, then the ledger."""
+    """Lines for people: both modes side by side, then the ledger."""
     rows: list[tuple[str, str, str]] = [
         ("", "packed", "padded"),
         ("samples trained", f"{packed['samples_packed']:,}", f"{padded['samples_packed']:,}"),
