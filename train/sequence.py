@@ -72,7 +72,8 @@ def select_shared_kernel(name: str, args: PackTrainingArguments, dtype: torch.dt
                 return select_kernel(other, args.device, dtype)
             except UserError as problem:
                 logger.info("sequence parallelism, ring: %s", problem)
-    check_kernel(kernel.name, size, mode)
+    if size > 1:
+        check_kernel(kernel.name, mode)
     return kernel
 
 

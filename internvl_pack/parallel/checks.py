@@ -1,4 +1,4 @@
-"""What sequence parallelism asks of a run, checked before it starts; pure functions.
+"""What sequence parallelism asks of a run in which ranks share rows, checked before it starts; pure functions.
 
 Each that refuses raises a UserError of one line, which names the options to change.
 """
@@ -42,7 +42,7 @@ def check_heads(heads: int, kv_heads: int, sequence_parallel_size: int, mode: st
     Raises:
         UserError: Ulysses with a number of ranks that does not divide the query heads.
     """
-    if mode != "ulysses" or sequence_parallel_size == 1:
+    if mode != "ulysses":
         return None
     if heads % sequence_parallel_size:
         raise UserError(
@@ -81,8 +81,6 @@ def token_multiple(sequence_parallel_size: int, mode: str, pad_to_multiple_of: i
 
 def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str, pad_to_multiple_of: int = 1) -> None:
     """Refuse a budget whose full row cannot be cut evenly."""
-    if sequence_parallel_size == 1:
-        return
     multiple = token_multiple(sequence_parallel_size, mode, pad_to_multiple_of)
     if max_packed_tokens % multiple == 0:
         return
@@ -95,9 +93,9 @@ def check_budget(max_packed_tokens: int, sequence_parallel_size: int, mode: str,
     )
 
 
-def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
+def check_kernel(kernel: str, mode: str) -> None:
     """Refuse a kernel (by its name, not "auto") whose blocks ring attention cannot join."""
-    if sequence_parallel_size == 1 or mode != "ring" or kernel in RING_KERNELS:
+    if mode != "ring" or kernel in RING_KERNELS:
         return
     raise UserError(
         f"--attn_kernel {kernel} with --sequence_parallel_mode ring: it does not attend to parts of a segment; use "
@@ -105,9 +103,9 @@ def check_kernel(kernel: str, sequence_parallel_size: int, mode: str) -> None:
     )
 
 
-def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> None:
+def check_window(text_config: Any, mode: str) -> None:
     """Refuse sliding-window layers with ring attention: a window cuts each block differently."""
-    if sequence_parallel_size == 1 or mode != "ring":
+    if mode != "ring":
         return
     layers = getattr(text_config, "layer_types", None) or ()
     window = getattr(text_config, "sliding_window", None)
@@ -120,7 +118,7 @@ def check_window(text_config: Any, sequence_parallel_size: int, mode: str) -> No
 
 def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
     """Refuse attention sinks: a head's sink is not divided with its row."""
-    if sequence_parallel_size > 1 and text_config.model_type == "gpt_oss":
+    if text_config.model_type == "gpt_oss":
         raise UserError(
             f"--sequence_parallel_size {sequence_parallel_size} with a 'gpt_oss' language model: its attention sinks "
             "are not shared among GPUs; set it to 1"
@@ -129,7 +127,7 @@ def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
 
 def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
     """Refuse padded batches: only a packed row is cut."""
-    if sequence_parallel_size > 1 and not use_packed_ds:
+    if not use_packed_ds:
         raise UserError(
             f"--sequence_parallel_size {sequence_parallel_size} with --use_packed_ds False: only packed rows are cut; "
             "set --use_packed_ds True or --sequence_parallel_size 1"
@@ -149,8 +147,8 @@ def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode
         UserError: the first thing that does not go.
     """
     check_mode(mode)
-    check_kernel(kernel, sequence_parallel_size, mode)
-    check_window(text_config, sequence_parallel_size, mode)
+    check_kernel(kernel, mode)
+    check_window(text_config, mode)
     check_sinks(text_config, sequence_parallel_size)
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads

@@ -22,10 +22,10 @@ REFUSED = {
         ["multiple of 12", "--pad_to_multiple_of 6", "use 8184 or 8196"],
     ),
     "small budget": (lambda: checks.check_budget(7, 4, "ring"), ["--max_packed_tokens 7", "use 8"]),
-    "kernel": (lambda: checks.check_kernel("flex", 2, "ring"), ["--attn_kernel flex", "ulysses"]),
+    "kernel": (lambda: checks.check_kernel("flex", "ring"), ["--attn_kernel flex", "ulysses"]),
     "padded": (lambda: checks.check_packed(False, 2), ["--use_packed_ds False"]),
     "window": (
-        lambda: checks.check_window(SimpleNamespace(layer_types=["sliding_attention"], sliding_window=9), 2, "ring"),
+        lambda: checks.check_window(SimpleNamespace(layer_types=["sliding_attention"], sliding_window=9), "ring"),
         ["sliding windows (9 tokens)", "ulysses"],
     ),
 }
@@ -44,11 +44,10 @@ def test_what_does_not_go_is_refused_in_one_line_that_names_the_options(name):
 def test_what_goes_is_not_refused():
     checks.check_world(8, 4)
     checks.check_budget(8192, 4, "ring", 16)
-    checks.check_budget(8190, 1, "ring")
-    checks.check_kernel("flex", 2, "ulysses")
-    checks.check_kernel("flash_attn", 2, "ring")
-    checks.check_packed(False, 1)
-    checks.check_window(SimpleNamespace(layer_types=["full_attention"], sliding_window=9), 2, "ring")
+    checks.check_kernel("flex", "ulysses")
+    checks.check_kernel("flash_attn", "ring")
+    checks.check_packed(True, 2)
+    checks.check_window(SimpleNamespace(layer_types=["full_attention"], sliding_window=9), "ring")
     assert checks.check_heads(28, 4, 4, "ulysses") is None
     assert checks.check_heads(14, 2, 4, "ring") is None
     assert "4 key/value heads are repeated 7 times for 14 ranks" in checks.check_heads(28, 4, 14, "ulysses")
