@@ -1,6 +1,7 @@
 """Images that annotations of other tools write in another way than `<image>`.
 
-    <img>cat.jpg</img>   <IMAGE>   <image_1>   <image 1>   <|image_1|>   <|image_pad|>   <ImageHere>   [IMG]   <audio>
+    <img>cat.jpg</img>   <IMAGE>   <image_1>   <image 1>   <|image_1|>   <|image_pad|>   <ImageHere>   [IMG]   [image]
+    <img>   <start_of_image>   <|media|>   <__media__>   and of what is no image <|video_pad|>   <VIDEO>   <audio>
 
 They are taken for `<image>` where that is clear: no human turn has an `<image>`, and one notation occurs exactly as
 often as there are images, numbers in order. Everywhere else they are refused rather than trained as text in silence,
@@ -22,8 +23,11 @@ _NOTATION = re.compile(
     r"[<\[](?i:"
     r"(?<=<)\|?image[ _-]?(?P<number>[0-9]{1,4})\|?>"
     r"|(?P<file>(?<=<)img>[^<>\n]{1,1000}\.\w{2,5}</img>)"
+    r"|(?<=<)img><ImageHere></img>|(?<=<)img ?/?>"
     r"|(?<=<)(?:\|vision_start\|><)?\|image(?:_pad)?\|>(?:<\|vision_end\|>)?"
-    r"|(?<=<)image>|(?<=<)image_(?:placeholder|pad|token)>|(?<=<)ImageHere>|(?<=\[)IMG\]"
+    r"|(?<=<)image>|(?<=<)image_(?:placeholder|pad|token)>|(?<=<)ImageHere>|(?<=<)start_of_image>"
+    r"|(?<=<)(?:\|media\||__media__)>|(?<=\[)(?:IMG|image)\]"
+    r"|(?P<video>(?<=<)(?:\|vision_start\|><)?\|video(?:_pad)?\|>(?:<\|vision_end\|>)?|(?<=<)video>)"
     r"|(?P<audio>(?<=<)audio>|(?<=<)\|audio\|>))"
 )
 
@@ -41,7 +45,7 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
     human = [text for role, text in turns if role == "human"]
     # Most texts hold no other bracket than that of a placeholder, and counting is faster than a search.
     suspect = [text for text in human if "[" in text or text.count("<") > text.count(PLACEHOLDER)]
-    others = [(m, text) for text in suspect for m in _NOTATION.finditer(text) if m[0] != PLACEHOLDER]
+    others = [(m, text) for text in suspect for m in _NOTATION.finditer(text) if m[0] not in (PLACEHOLDER, "<video>")]
     if not others:
         return list(turns)
     num_placeholders = sum(text.count(PLACEHOLDER) for text in human)
@@ -51,13 +55,15 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
     bound = num_placeholders == num_images
     for match, text in others:
         if not _is_text(match, text, bound, num_images):
-            what = "audio is not read" if match["audio"] else f"write <image>; {num_images} images are there"
+            what = f"write <image>; {num_images} images are there"
+            if match["audio"] or match["video"]:
+                what = "audio is not read" if match["audio"] else "write <video>"
             raise SampleError("placeholder_mismatch", f"{match[0][:60]!r} stands where no text does: {what}")
     return list(turns)
 
 
 def _are_clear(matches: Sequence[re.Match[str]]) -> bool:
-    if any(match["file"] or match["audio"] for match in matches):
+    if any(match["file"] or match["audio"] or match["video"] for match in matches):
         return False
     numbers = [int(match["number"] or -1) for match in matches]
     if -1 in numbers:
@@ -70,6 +76,6 @@ def _is_text(match: re.Match[str], text: str, bound: bool, num_images: int) -> b
     if match["file"]:
         return False
     if match["number"]:
-        return bound and int(match["number"]) <= num_images
+        return bound and 0 < num_images >= int(match["number"])
     before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
     return bound and bool(before.strip() and after.strip())

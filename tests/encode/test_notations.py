@@ -29,6 +29,11 @@ def bound(text: str, num_images: int) -> str | None:
         ("<|vision_start|><|image_pad|><|vision_end|>q", 1, "<image>q"),
         ("<ImageHere><ImageHere>q", 2, "<image><image>q"),
         ("[IMG]\nq", 1, "<image>\nq"),
+        ("[image]\nq", 1, "<image>\nq"),
+        ("<Img><ImageHere></Img> q", 1, "<image> q"),
+        ("<img>\nq", 1, "<image>\nq"),
+        ("<start_of_image>q", 1, "<image>q"),
+        ("<__media__>\n<__media__>q", 2, "<image>\n<image>q"),
     ],
 )
 def test_a_clear_notation_is_taken_for_image(text, num_images, expected):
@@ -41,6 +46,11 @@ def test_a_clear_notation_is_taken_for_image(text, num_images, expected):
         ("<IMAGE>\nq", 0),
         ("<IMAGE>\nq", 2),
         ("q\n[IMG]", 0),
+        ("<image0>\nq", 0),
+        ("<Img><ImageHere></Img> q", 0),
+        ("<|media|>q", 0),
+        ("<|vision_start|><|video_pad|><|vision_end|>q", 0),
+        ("<VIDEO>\nq", 1),
         ("Picture 1: <img>d.jpg</img>\nq", 0),
         ("compare <img>a.png</img> to it", 1),
         ("<image>\n<img>b.png</img>", 1),
@@ -68,6 +78,7 @@ def test_an_unclear_notation_refuses_the_sample(text, num_images):
         ("<image>\nDescribe <image_1> please", 1),
         ("<image>\nWhat does [IMG] mean?", 1),
         ("an <audio> element", 0),
+        ("a <video> or an <img> in HTML", 0),
     ],
 )
 def test_words_stay_words(text, num_images):
