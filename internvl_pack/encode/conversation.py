@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ..errors import SampleError
 from .chat import Turn
-from .fields import system_of
+from .fields import is_preference, system_of
 from .notations import bind_other_notations
 
 PLACEHOLDER = "<image>"
@@ -51,7 +51,7 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
             `turn_value_not_text`, `turn_ambiguous`, `system_turn_not_first`, `system_field`, `pretrain_turn_not_alone`.
     """
     conversation = data.get("conversations")
-    if "chosen" in data and "rejected" in data:
+    if is_preference(data):
         raise SampleError(
             "preference_data",
             "fields 'chosen' and 'rejected' are for preference optimisation (MPO, DPO), which is not done here: "

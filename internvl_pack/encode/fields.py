@@ -41,6 +41,7 @@ REFUSED_IN_RECORD = {
     "videos": "several videos",
     "chosen": "a preferred answer",
     "rejected": "a rejected answer",
+    "loss_mask": "flags of turns beside them",
 }
 
 TURN_FIELDS = frozenset(("from", "value", "role", "content", *TRAINING_FLAGS, *REFUSED_IN_TURN))
@@ -59,13 +60,18 @@ def is_filled(value: Any) -> bool:
     return value not in _EMPTY and value != [] and value != {}
 
 
+def is_preference(data: Mapping[str, Any]) -> bool:
+    """Whether a record holds a preferred answer and a rejected one."""
+    return is_filled(data.get("chosen")) and is_filled(data.get("rejected"))
+
+
 def refuse_fields(data: Mapping[str, Any]) -> None:
     """Refuse fields of a record or turn that no template can write.
 
     Raises:
         SampleError: `unsupported_field`, one of them is filled.
     """
-    if not ("chosen" in data and "rejected" in data):  # preference data, which turns_of names
+    if not is_preference(data):  # which turns_of names
         _refuse(data, REFUSED_IN_RECORD, "the record")
     for number, turn in _turns(data):
         if not turn.keys() <= _ROLE_AND_TEXT:
