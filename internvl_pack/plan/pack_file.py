@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
+
 _KEPT_GROUPS = 4
 
 
@@ -42,7 +44,7 @@ class RowWriter:
 
     def __init__(self, path: Path, columns: Columns, per_group: int) -> None:
         self._schema, self._per_group = arrow_schema(columns), per_group
-        self._writer = parquet().ParquetWriter(path, self._schema, compression="zstd")
+        self._writer = parquet().ParquetWriter(path, self._schema, compression="zstd", write_page_checksum=True)
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
@@ -103,17 +105,29 @@ class PackRows:
         self._open()
 
     def row(self, epoch: int, number: int) -> Any:
-        """The row of pack `number` of an epoch."""
+        """The row of pack `number` of an epoch.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         group, at = divmod(number, self._per_group)
         group += self._first_group[epoch]
         if group not in self._kept:
-            if self._file is None or self._file[0] != os.getpid():
-                self._file = os.getpid(), parquet().ParquetFile(self.path)
-            table = self._file[1].read_row_group(group, columns=self._columns, use_threads=False)
-            self._kept[group] = self._rows_of(table)
+            try:
+                self._kept[group] = self._read(group)
+            except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
+                reason = " ".join(str(error).split())[:120] or type(error).__name__
+                raise UserError(f"preset {self.path} is damaged ({reason}): plan it again") from None
             while len(self._kept) > _KEPT_GROUPS:
                 self._kept.popitem(last=False)
+        if at >= len(self._kept[group]):
+            raise UserError(f"preset {self.path} is damaged (it has no pack {number:,}): plan it again")
         return self._kept[group][at]
+
+    def _read(self, group: int) -> Sequence[Any]:
+        if self._file is None or self._file[0] != os.getpid():
+            self._file = os.getpid(), parquet().ParquetFile(self.path, page_checksum_verification=True)
+        return self._rows_of(self._file[1].read_row_group(group, columns=self._columns, use_threads=False))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

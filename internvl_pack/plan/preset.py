@@ -136,18 +136,24 @@ class Preset:
             raise UserError(
                 f"preset {self.folder}: no {PRESET} there{unfinished}: internvl-pack plan META --out {self.folder}"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"preset {path} cannot be read: {error}") from None
+        if not isinstance(self.content, dict):
+            raise UserError(f"preset {path} is damaged (it holds no JSON object): plan it again")
         if self.content.get("version") != VERSION:
             raise UserError(
                 f"preset {path} has version {self.content.get('version')!r}, this release reads version {VERSION}: "
                 "plan it again"
             )
+        if (damage := _damage_of(self.content)) is not None:
+            raise UserError(f"preset {path} is damaged ({damage}): plan it again")
         for name, facts in self.content["files"].items():
             file = self.folder / name
             found = file.stat().st_size if file.is_file() else None
             if found != facts["bytes"]:
                 raise UserError(f"preset {file} has {found} bytes, {facts['bytes']} when it was planned: plan it again")
+            if name in (PACKS, REFUSED) and file_facts(file) != facts:
+                raise UserError(f"preset {file} has other contents than when it was planned: plan it again")
         self.settings: dict[str, Any] = self.content["settings"]
         self.packs_of_epochs: list[int] = self.content["packs"]
         columns = ("cost", *Fragment._fields, *_READ_COLUMNS)
@@ -197,7 +203,10 @@ class Preset:
         if planned["packing_policy"] in OFFLINE_POLICIES:
             del planned["packing_policy"]  # no packer of a stream, which is not used
         if run is None:
-            return PackingConfig(**planned)
+            try:
+                return PackingConfig(**planned)
+            except TypeError as error:  # an option of no release, or a value of another type
+                raise UserError(f"preset {self.folder} is damaged (settings: {error}): plan it again") from None
         given = asdict(run)
         changes = [(k, v, given[k]) for k, v in planned.items() if k not in _DECIDED and given[k] != v]
         if changes[:1] == [("max_seq_length", planned["max_seq_length"], run.max_seq_length)]:
@@ -230,6 +239,35 @@ class Preset:
                 changes.append((f"dataset {name!r}", there[name in planned], there[name in found]))
         changes = changes or [("order of the datasets", list(planned), list(found))]
         raise UserError(f"preset {self.folder} does not fit the data any more: {_described(changes)}")
+
+
+def _damage_of(content: Mapping[str, Any]) -> str | None:
+    """What is wrong with a preset's JSON object, in a few words."""
+    kinds = {"files": dict, "settings": dict, "encode": dict, "data": list, "packs": list, "positions": list}
+    for name, kind in (kinds | {"tokens_cut_off": list}).items():
+        if not isinstance(content.get(name), kind):
+            return f"{name!r} is missing, or of another type"
+    if not {PACKS, REFUSED} <= content["files"].keys() or any(
+        os.path.basename(name) != name for name in content["files"]
+    ):
+        return "its files are others"
+    for name, facts in content["files"].items():
+        if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
+            return f"file {name!r} has no size"
+        if name in (PACKS, REFUSED) and not isinstance(facts.get("sha256"), str):
+            return f"file {name!r} has no sha256"
+    needed = {"settings": ("packing_policy", "max_packed_tokens", "num_images_expected", "seed")}
+    for name, keys in (needed | {"encode": ("force_image_size", "markup_tokens")}).items():
+        if not content[name].keys() >= set(keys):
+            return f"{name!r} lacks an option"
+    counts = [content[name] for name in ("packs", "positions", "tokens_cut_off")]
+    if not content["packs"] or len({len(each) for each in counts}) > 1:
+        return "its numbers of epochs differ"
+    if not all(isinstance(n, int) and n >= 0 for each in counts for n in each):
+        return "a count is none"
+    if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in content["data"]):
+        return "a dataset has no name"
+    return None
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -298,11 +336,29 @@ class PresetPacks:
         if number == count:
             return None
         pack = self._preset.pack(self._epoch, self._order(number))
+        if not self._is_sound(pack.fragments):
+            raise UserError(f"preset {self._preset.folder}: pack {number:,} is damaged: plan it again")
         if self._repeats:
             self._read_again(number, pack.fragments)
         else:
             self.ledger.read_many(*pack.read)
         return PlannedPack(number, pack.cost, tuple(pack.fragments))
+
+    def _is_sound(self, fragments: Sequence[Fragment]) -> bool:
+        """Whether all fragments are some of the data's, and fit into a pack."""
+        settings, num_positions = self._preset.settings, self._preset.num_positions(self._epoch)
+        return (
+            all(
+                min(f) >= 0
+                and f.position < num_positions
+                and f.index < f.count
+                and f.token_start < f.token_stop
+                and f.tile_start <= f.tile_stop
+                for f in fragments
+            )
+            and sum(f.num_tokens for f in fragments) <= settings["max_packed_tokens"]
+            and sum(f.num_tiles for f in fragments) <= settings["num_images_expected"]
+        )
 
     def _read_again(self, number: int, fragments: Sequence[Fragment]) -> None:
         if number == 0:

@@ -89,7 +89,9 @@ def materialise(preset: Preset, samples: Samples, *, num_workers: int = 0) -> It
     for part, _ in in_order(partial(_write_part, preset, samples, work), missing, num_workers):
         yield len(_packs_of(preset, *part))
     beside = preset.folder / f"{TOKENS}.part"
-    with parquet().ParquetWriter(beside, arrow_schema(_COLUMNS), compression="zstd") as joined:
+    with parquet().ParquetWriter(
+        beside, arrow_schema(_COLUMNS), compression="zstd", write_page_checksum=True
+    ) as joined:
         for part in parts:
             file = parquet().ParquetFile(_part_path(work, *part))
             for group in range(file.num_row_groups):
@@ -243,6 +245,10 @@ class StoredSegments:
             raise SampleError(stored["reason"], stored["detail"])
         start, stop = row["cu_seqlens"][at : at + 2]
         ids, labels = row["input_ids"][start:stop], row["labels"][start:stop]
+        if not len(ids) == len(labels) == fragment.num_tokens:
+            raise SampleError(
+                "changed_since_survey", f"{len(ids)} tokens are stored, {fragment.num_tokens} were planned"
+            )
         shard = str(self._preset.folder / shard_name(self._planned_epoch, number // PART_PACKS))
         images = tuple(self._image(shard, name, image) for image in row["images"] if image["segment"] == at)
         record = Record(name, stop - start, fragment.num_tiles, stored["num_loss_tokens"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.offline import first_fit_decreasing, first_fit_shuffle
 from internvl_pack.plan import write_preset
 from internvl_pack.plan.groups import StepPlan
-from internvl_pack.plan.preset import PACKS_PER_GROUP, Preset, PresetPacks
+from internvl_pack.plan.preset import PACKS_PER_GROUP, Preset, PresetPacks, file_facts
 from internvl_pack.records import whole
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.preset_dataset import PresetDataset
@@ -520,6 +521,52 @@ def test_damaged_and_missing_presets_are_refused(data, preset, tokenizer, tmp_pa
     packs.write_bytes(packs.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"packs.parquet has \d+ bytes, \d+ when it was planned"):
         PresetDataset.open(tmp_path / "cut", data, tokenizer)
+
+
+def packs_of(folder: Path) -> list[tuple]:
+    packs = PresetPacks(Preset(folder), 0)
+    return [(pack.cost, pack.fragments) for pack in iter(packs.next_pack, None)]
+
+
+def test_flipped_and_forged_bytes_of_packs_are_refused_or_change_nothing(preset, tmp_path):
+    expected, draw = packs_of(preset), random.Random(0)
+    shutil.copytree(preset, tmp_path / "p")
+    path = tmp_path / "p" / "packs.parquet"
+    whole = path.read_bytes()
+    content = json.loads((preset / "preset.json").read_text())
+    for forged in [False] * 2 + [True] * 60:  # with a hash that says so, too
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        if forged:
+            content["files"]["packs.parquet"] = file_facts(path)
+            (tmp_path / "p" / "preset.json").write_text(json.dumps(content))
+        try:
+            found = packs_of(tmp_path / "p")
+        except UserError as error:
+            assert str(error).startswith("preset ") and "\n" not in str(error)
+        else:
+            assert forged and found == expected, "a pack was read that nobody planned"
+
+
+def test_entries_of_a_preset_that_are_missing_or_of_another_type_are_told_in_one_line(preset, tmp_path):
+    shutil.copytree(preset, tmp_path / "p")
+    whole = json.loads((preset / "preset.json").read_text())
+    for path in [(name,) for name in whole] + [("files", name) for name in whole["files"]] + [("packs", 0)]:
+        for wrong in (None, "x", [], {}, -1, [1.5], ["x"]):
+            content = json.loads(json.dumps(whole))
+            holder = content
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = wrong
+            (tmp_path / "p" / "preset.json").write_text(json.dumps(content))
+            try:
+                Preset(tmp_path / "p")
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                assert path[0] in ("data", "statistics"), (path, wrong)
 
 
 def test_data_in_which_nothing_loads_and_runs_that_stop_are_told_when_planned(tokenizer, tmp_path):
