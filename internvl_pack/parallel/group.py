@@ -30,7 +30,7 @@ class SequenceGroup:
         rank, size: place in the group, and how many share a row.
         mode: "ulysses" or "ring".
         ranks: global ranks, in order.
-        dp_rank, dp_world: which group this is, and how many there are: what readers and lanes go by.
+        dp_rank, dp_world: number of this group and of all groups, as readers count them.
     """
 
     process_group: Any
