@@ -2,7 +2,7 @@
 
 A meta file is written by whoever starts the run; rows often come from elsewhere. So a row reaches the hosts that the
 meta file names, and those of `INTERNVL_PACK_ALLOW_REMOTE`; a server may pass a request on to any public host, but into
-a private network only to one that is named. docs/data.md has the rules.
+a private network only to one that is named. docs/remote.md has the rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations that InternVL's preprocessing writes otherwise, and what is made of them here (docs/encoding.md)."""
+"""Conversations that InternVL's preprocessing writes otherwise, and what is made of them here (docs/migration.md)."""
 
 from __future__ import annotations
 
