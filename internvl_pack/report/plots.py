@@ -203,23 +203,22 @@ def _lengths(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             label=label,
         )
         base += heights
-    if logarithmic:
-        axes.set_xscale("log")
     budget = stats.config.max_packed_tokens
     if budget <= 4 * high:
         axes.axvline(budget, color=t["ink"], linestyle="--", linewidth=1.1, label=f"token budget, {budget:,}")
-    _log_ticks(axes.xaxis, low, max(high, budget if budget <= 4 * high else 0), logarithmic)
+    if logarithmic:
+        axes.set_xscale("log")
+    _thousands(axes.xaxis)
+    if logarithmic:
+        _log_ticks(axes.xaxis, low, max(high, budget if budget <= 4 * high else 0))
     _thousands(axes.yaxis)
     axes.set_ylim(0, base.max() * 1.06)
     axes.grid(axis="x", visible=False)
     _legend(axes)
 
 
-def _log_ticks(axis: Any, low: float, high: float, logarithmic: bool) -> None:
+def _log_ticks(axis: Any, low: float, high: float) -> None:
     """Powers of two on a logarithmic axis, a few of them."""
-    _thousands(axis)
-    if not logarithmic:
-        return
     from matplotlib.ticker import FixedLocator, NullLocator
 
     powers = [2**n for n in range(0, 40) if low / 1.2 <= 2**n <= high * 1.2]
@@ -259,9 +258,7 @@ def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
         right = max(right, budget.max_tiles)
     axes.set_ylim(0, top * 1.06)
     axes.set_xlim(-0.6, max(right, 1) * 1.04 + 0.4)
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _thousands(axes.xaxis)
     _thousands(axes.yaxis)
     _legend(axes, always=False)
 
@@ -296,12 +293,7 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             fontsize=8.5,
             annotation_clip=False,
         )
-    axes.set_yticks(range(len(predictions)), [_policy_label(p, stats) for p in predictions])
-    axes.tick_params(axis="y", colors=t["ink"], length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.0)
-    _percent(axes.xaxis)
-    axes.set_xlabel("share of the budget of a row")
+    _bars(axes, t, [_policy_label(p, stats) for p in predictions], "share of the budget of a row")
     axes.grid(axis="y", visible=False)
     axes.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=3, handlelength=1.4, columnspacing=1.2)
 
@@ -339,19 +331,20 @@ def _padding(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             fontsize=8.5,
             color="#ffffff" if inside else t["ink"],
         )
-    axes.set_yticks(range(len(names)), list(names.values()), fontsize=8.5)
-    axes.tick_params(axis="y", colors=t["ink"], length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    _percent(axes.xaxis)
-    axes.set_xlabel("padding, of all tokens that are computed")
+    _bars(axes, t, list(names.values()), "padding, of all tokens that are computed", fontsize=8.5)
     axes.grid(visible=False)
 
 
-def _percent(axis: Any) -> None:
+def _bars(axes: Any, t: dict[str, Any], labels: list[str], xlabel: str, **text: Any) -> None:
+    """The axes of horizontal bars of shares, the first on top."""
     from matplotlib.ticker import PercentFormatter
 
-    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_yticks(range(len(labels)), labels, **text)
+    axes.tick_params(axis="y", colors=t["ink"], length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel(xlabel)
 
 
 def _legend(axes: Any, *, always: bool = True) -> None:
