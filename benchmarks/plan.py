@@ -48,7 +48,7 @@ def planning(num_samples: int, max_tokens: int, max_tiles: int) -> dict[str, flo
     config = PackingConfig(max_packed_tokens=max_tokens, num_images_expected=max_tiles)
     cost = CostModel.from_name("1B")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    packs = OnlinePacks(lengths, lengths.mixture(), lambda _, row: str(row), config, cost)
+    packs = OnlinePacks(lengths, lengths.mixture(), config, cost)
     plan = StepPlan(packs, PACKS_PER_STEP, seed=0, epoch=0)
     started = time.process_time()
     for _ in range(min(100, len(lengths) // 1000)):
@@ -75,7 +75,7 @@ def survey_rate(folder: Path) -> float:
     for row in range(samples.num_rows):
         survey.measure(0, row)
     started = time.process_time()
-    survey.tables[0].put(rows, [survey.measure(0, row) for row in rows])
+    survey.tables[0].put(rows, [survey.measure(0, row)[0] for row in rows])
     return len(rows) / (time.process_time() - started)
 
 
@@ -118,11 +118,11 @@ def start_and_resume(folder: Path, num_rows: int) -> dict[str, float]:
         return opened - started, time.perf_counter() - opened
 
     dataset = new_loader().packed_dataset
-    kinds = [dataset.survey.measure(0, row) for row in range(KINDS)]
+    kinds = [dataset.survey.measure(0, row)[0] for row in range(KINDS)]
     for start in range(0, num_rows, 1 << 16):
         rows = range(start, min(start + (1 << 16), num_rows))
         dataset.survey.tables[0].put(rows, [kinds[row % KINDS] for row in rows])
-    assert dataset.survey.is_complete
+    assert dataset.survey.num_known == dataset.samples.num_rows
     opened, first = first_batch()
     plan = dataset.step_plan(0, PACKS_PER_STEP)
     while plan.ledger.samples_in < 0.9 * num_rows:

@@ -44,7 +44,7 @@ def rank_packs(
     tokens, tiles = (np.array([getattr(s, name) for s in samples], np.int64) for name in ("num_tokens", "num_tiles"))
     lengths = LengthTable(tokens, tiles)
     config = PackingConfig(max_packed_tokens=budget[0], num_images_expected=budget[1])
-    packs = OnlinePacks(lengths, lengths.mixture(), lambda _, row: str(row), config, CostModel.from_name("1B"))
+    packs = OnlinePacks(lengths, lengths.mixture(), config, CostModel.from_name("1B"))
     plan = StepPlan(packs, num_ranks, seed=0, epoch=0, balanced=balanced)
     shares = (deal(step, num_ranks)[rank] for step in islice(plan, num_steps))
     return [[samples[f.position] for f in pack.fragments] for share in shares for batch in share for pack in batch]

@@ -107,15 +107,12 @@ class PackingConfig:
         limit = budget.max_segment_tokens if self.max_seq_length is None else self.max_seq_length
         return Room(min(budget.max_segment_tokens, limit), budget.max_tiles)
 
-    def cut(self, record: Record, position: int, budget: Budget) -> list[Fragment]:
-        """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it.
-
-        `budget` is `self.budget()`, which callers keep.
-        """
+    def cut(self, record: Record, position: int) -> list[Fragment]:
+        """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it."""
         return split(
             record,
             position,
-            budget,
+            self.budget(),
             oversize=self.oversize,
             max_segment_tokens=self.max_seq_length,
             repeat_system_prompt=self.repeat_system_prompt,

@@ -105,7 +105,7 @@ def survey_lengths(args: argparse.Namespace, processes: int) -> None:
     )
     samples = open_samples(args)
     survey = Survey(samples, config.room, root_of(args.survey_dir))
-    known = sum(table.num_known for table in survey.tables)
+    known = survey.num_known
     started = time.perf_counter()
     measure_with_bar(survey, processes if known < samples.num_rows else 0)
     seconds = time.perf_counter() - started

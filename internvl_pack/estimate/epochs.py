@@ -24,7 +24,7 @@ from ..packing.budget import Budget
 from ..packing.cost import CostModel
 from ..packing.tally import PackTally
 from ..plan.groups import Step, StepPlan, deal
-from ..plan.online import Lengths, OnlinePacks, SampleId
+from ..plan.online import Lengths, OnlinePacks
 from ..plan.sequence import PlannedPack
 from ..sources.addresses import local_only
 
@@ -397,7 +397,7 @@ def _countable_epochs(dataset: PackedDataset, wanted: int) -> int:
         return wanted
     if positions > EXACT_SECONDS * PLANNED_A_SECOND:
         return 0
-    missing = survey.samples.num_rows - sum(table.num_known for table in survey.tables)
+    missing = survey.samples.num_rows - survey.num_known
     seconds = EXACT_SECONDS - min(missing, positions * wanted) / SURVEYED_A_SECOND
     return max(0, int(seconds * PLANNED_A_SECOND / positions))
 
@@ -447,7 +447,6 @@ def _estimated(
     assert dataset.survey is not None, "a preset is counted"
     return estimate_spread(
         dataset.survey,
-        dataset.survey.samples.sample_id,
         spread,
         dataset.config,
         dataset.cost_model,
@@ -458,7 +457,6 @@ def _estimated(
 
 def estimate_spread(
     survey: Lengths,
-    sample_id: SampleId,
     spread: Spread,
     config: PackingConfig,
     cost: CostModel,
@@ -470,13 +468,13 @@ def estimate_spread(
     """An epoch by the packs of the positions in `spread`, scaled up where these are not all of it.
 
     Args:
-        survey, sample_id, stops: see `SampleReader`.
+        survey, stops: see `SampleReader`.
         packs_per_step: ranks x accumulation x packs a batch.
 
     Raises:
         UserError: a sample that must stop the run.
     """
-    packs = WatchedPacks(survey, spread, sample_id, config, cost, stops=stops)
+    packs = WatchedPacks(survey, spread, config, cost, stops=stops)
     balanced = config.packing and config.shuffle
     plan = StepPlan(packs, packs_per_step, seed=config.seed, epoch=spread.of_epoch, balanced=balanced)
     policy = config.packing_policy if config.packing else "single"

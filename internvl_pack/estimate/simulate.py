@@ -75,7 +75,10 @@ class LengthTable:
         start, stop = number * PART, min((number + 1) * PART, len(self))
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         tokens, tiles = self.tokens[rows], self.tiles[rows]
-        return Part(start, np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows))
+        return Part(np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows))
+
+    def sample_id(self, dataset: int, row: int) -> str:
+        return f"row {row + 1}"
 
     def mixture(self) -> Mixture:
         """The order of the epoch: as the samples come."""
@@ -178,7 +181,6 @@ def simulate(
         )
     return estimate_spread(
         lengths,
-        lambda _, row: f"row {row + 1}",
         Spread(lengths.mixture(), len(lengths)),
         config,
         cost,

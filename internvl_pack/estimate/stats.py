@@ -232,7 +232,7 @@ def _measure(survey: Survey, which: int, start: int, stop: int) -> tuple[int, in
     loss_tokens = images = 0
     found: list[Measured] = []
     for row in range(start, stop):
-        measured, encoded = survey.measured(which, row)
+        measured, encoded = survey.measure(which, row)
         found.append(measured)
         if encoded is not None:
             loss_tokens += encoded.record.num_loss_tokens
@@ -282,7 +282,6 @@ def gather(
     planned = partial(
         estimate_spread,
         survey,
-        samples.sample_id,
         spread,
         cost=cost,
         packs_per_step=packs_per_step,

@@ -8,7 +8,7 @@ It reads the survey only, no sample and no pixel: some 25 us a sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..config import PackingConfig
@@ -31,9 +31,7 @@ class Lengths(Protocol):
 
     def part(self, mixture: Mixture, number: int) -> Part: ...
 
-
-# (dataset, row) -> sample id.
-SampleId = Callable[[int, int], str]
+    def sample_id(self, dataset: int, row: int) -> str: ...
 
 
 class SampleReader:
@@ -42,18 +40,16 @@ class SampleReader:
     Args:
         survey: lengths along the order.
         mixture: the order.
-        sample_id: the id of a dataset's row, for messages.
         config: how samples are cut, and what a bad one does to the run.
         stops: False counts bad samples and continues, whatever the config says; for estimates.
+
+    Attributes:
+        cursor: positions of the order that were read.
     """
 
-    def __init__(
-        self, survey: Lengths, mixture: Mixture, sample_id: SampleId, config: PackingConfig, *, stops: bool = True
-    ) -> None:
-        self._stops = stops
-        self._survey, self._mixture, self._sample_id, self._config = survey, mixture, sample_id, config
-        self._budget = config.budget()
-        self.cursor = 0  # positions read
+    def __init__(self, survey: Lengths, mixture: Mixture, config: PackingConfig, *, stops: bool = True) -> None:
+        self._survey, self._mixture, self._config, self._stops = survey, mixture, config, stops
+        self.cursor = 0
         self.ledger = Ledger()
         self._refused: list[Refused] = []
         self._good: Counter[int] = Counter()  # rows of each dataset that can be used
@@ -86,15 +82,8 @@ class SampleReader:
 
     def _cut(self, part: Part, place: int, position: int) -> list[Fragment] | None:
         """The fragments of a sample that does not fit into a pack; None where it is refused."""
-        note = part.notes.get(place)
         try:
-            if note is None:
-                raise SampleError("sample_empty", "the sample has no tokens")
-            if note.error is not None:
-                raise SampleError(*note.error)
-            name = self._sample_id(int(part.datasets[place]), int(part.rows[place]))
-            record = note.record(name, int(part.tokens[place]), int(part.tiles[place]))
-            return self._config.cut(record, position, self._budget)
+            return part.cut(place, position, self._survey.sample_id, self._config)
         except SampleError as error:
             self._refuse(position, int(part.datasets[place]), int(part.rows[place]), error)
             return None
@@ -106,11 +95,11 @@ class SampleReader:
         if not self._stops:
             return
         if self._config.on_error == "stop" or error.reason == "oversized_error":
-            raise UserError(f"{self._sample_id(dataset, row)}: {error}")
+            raise UserError(f"{self._survey.sample_id(dataset, row)}: {error}")
         if self._bad[dataset] >= ALL_BAD_ROWS and not self._good[dataset]:
             raise UserError(
                 f"dataset {self._mixture.parts[dataset].name!r}: none of its first {self._bad[dataset]} samples can "
-                f"be used; {self._sample_id(dataset, row)}: {error}"
+                f"be used; {self._survey.sample_id(dataset, row)}: {error}"
             )
 
     def take_refused(self) -> list[Refused]:
@@ -118,13 +107,13 @@ class SampleReader:
         refused, self._refused = self._refused, []
         return refused
 
-    def state_dict(self) -> dict[str, Any]:
+    def _reader_state(self) -> dict[str, Any]:
         counts = {"good": self._good, "bad": self._bad}
         return {"cursor": self.cursor} | {
             name: {str(dataset): count for dataset, count in counter.items()} for name, counter in counts.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_reader(self, state: Mapping[str, Any]) -> None:
         if state["cursor"] > len(self._mixture):
             raise UserError(
                 f"resume: {state['cursor']:,} samples of the epoch were read when the state was saved, the data has "
@@ -135,31 +124,23 @@ class SampleReader:
         self._good, self._bad = (Counter({int(d): int(n) for d, n in state[name].items()}) for name in ("good", "bad"))
 
 
-class OnlinePacks:
+class OnlinePacks(SampleReader):
     """Packs of one epoch, made while it is read. A `PackSequence`.
 
     Args:
-        survey, mixture, sample_id: see `SampleReader`.
+        survey, mixture, stops: see `SampleReader`.
         config: budgets, packer and how samples are cut.
         cost: what packs cost; every reader must use the same.
-        stops: see `SampleReader`.
 
     Attributes:
         more_to_read: whether the order has samples left.
     """
 
     def __init__(
-        self,
-        survey: Lengths,
-        mixture: Mixture,
-        sample_id: SampleId,
-        config: PackingConfig,
-        cost: CostModel,
-        *,
-        stops: bool = True,
+        self, survey: Lengths, mixture: Mixture, config: PackingConfig, cost: CostModel, *, stops: bool = True
     ) -> None:
-        self._reader = SampleReader(survey, mixture, sample_id, config, stops=stops)
-        self._samples = self._reader.samples()
+        super().__init__(survey, mixture, config, stops=stops)
+        self._samples = self.samples()
         self.more_to_read = True
         self.budget = config.budget()
         self._packer: Packer[Fragment] = Packer(
@@ -168,15 +149,6 @@ class OnlinePacks:
             buffer_size=config.max_buffer_size if config.packing else 1,
             cost=cost,
         )
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._reader.ledger
-
-    @property
-    def cursor(self) -> int:
-        """Positions of the order that were read."""
-        return self._reader.cursor
 
     def next_pack(self) -> PlannedPack | None:
         packer = self._packer
@@ -193,18 +165,15 @@ class OnlinePacks:
         cost, fragments = packer.pop()
         return PlannedPack(number, cost, tuple(fragments))
 
-    def take_refused(self) -> list[Refused]:
-        return self._reader.take_refused()
-
     def state_dict(self) -> dict[str, Any]:
         return {
-            "reader": self._reader.state_dict(),
+            "reader": self._reader_state(),
             "waiting": fragment_table(self._packer.waiting),
             "packer": self._packer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, pooled: Sequence[Sequence[Fragment]] = ()) -> None:
-        self._reader.load_state_dict(state["reader"])
+        self._load_reader(state["reader"])
         waiting = fragments_of(state["waiting"])
         self.ledger.check_waiting([*waiting, *(fragment for pack in pooled for fragment in pack)])
         assert self.ledger.samples_in == self.cursor, "other samples were counted than were read"

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ..errors import UserError
 from ..order.mixture import Mixture
 from ..order.permutation import Permutation, derive_seed
 from ..packing.balance import Balance
+from ..packing.budget import Budget
 from ..packing.cost import CostModel
 from ..packing.offline import OFFLINE_POLICIES
 from ..packing.tally import PackTally
@@ -27,7 +27,7 @@ from ..samples import Samples
 from ..survey.survey import Survey
 from ..survey.table import root_of
 from ..survey.workers import measure_all
-from .online import Lengths, OnlinePacks, SampleId, SampleReader
+from .online import OnlinePacks, SampleReader
 from .pack_file import RowWriter, write_json
 from .preset import (
     PACK_COLUMNS,
@@ -88,8 +88,7 @@ def plan_preset(
     survey = Survey(samples, config.room, root_of(config.survey_dir))
     survey.forget_refusals()
     progress("measuring", samples.num_rows, measure_all(survey, num_workers))
-    sequence = partial(OnlinePacks if policy is None else partial(OfflinePacks, policy), survey)
-    writer = _Writer(out, samples, config, sequence)
+    writer = _Writer(out, survey, config, policy)
     progress("planning", sum(about["positions"]), writer.write(epochs))
     for name in (PACKS, REFUSED):
         os.replace(out / f"{name}.part", out / name)
@@ -103,46 +102,27 @@ def _use_up(_what: str, _total: int, steps: Iterable[int]) -> None:
         pass
 
 
-class OfflinePacks:
+class OfflinePacks(SampleReader):
     """Packs of one epoch by first fit over all of it, in a seeded order. As `OnlinePacks`, without a state."""
 
-    def __init__(
-        self,
-        policy: str,
-        survey: Lengths,
-        mixture: Mixture,
-        sample_id: SampleId,
-        config: PackingConfig,
-        cost: CostModel,
-    ) -> None:
-        self._reader = SampleReader(survey, mixture, sample_id, config)
-        self._policy, self._seed, self._budget = (
-            policy,
-            derive_seed(config.seed, "packs", mixture.epoch),
-            config.budget(),
-        )
-        self._balance = Balance(self._budget, cost)
-        self.ledger = self._reader.ledger
-        self.take_refused = self._reader.take_refused
-        self._packs = self._planned()
-
-    @property
-    def cursor(self) -> int:
-        return self._reader.cursor
+    def __init__(self, policy: str, survey: Survey, mixture: Mixture, config: PackingConfig, cost: CostModel) -> None:
+        super().__init__(survey, mixture, config)
+        self._packs = self._planned(policy, config.budget(), cost)
 
     def next_pack(self) -> PlannedPack | None:
         return next(self._packs, None)
 
-    def _planned(self) -> Iterator[PlannedPack]:
-        everything = [fragment for fragments in self._reader.samples() for fragment in fragments]
-        packs = OFFLINE_POLICIES[self._policy](everything, self._budget)
-        order = Permutation(len(packs), self._seed)
+    def _planned(self, policy: str, budget: Budget, cost: CostModel) -> Iterator[PlannedPack]:
+        everything = [fragment for fragments in self.samples() for fragment in fragments]
+        packs = OFFLINE_POLICIES[policy](everything, budget)
+        balance = Balance(budget, cost)
+        order = Permutation(len(packs), derive_seed(self._config.seed, "packs", self._mixture.epoch))
         for number in range(len(packs)):
             fragments = packs[order[number]]
-            tokens = [self._budget.aligned(fragment.num_tokens) for fragment in fragments]
+            tokens = [budget.aligned(fragment.num_tokens) for fragment in fragments]
             tiles = sum(fragment.num_tiles for fragment in fragments)
-            cost = self._balance.cost(sum(tokens), tiles, sum(map(self._balance.square, tokens)))
-            yield PlannedPack(number, cost, tuple(fragments))
+            pack_cost = balance.cost(sum(tokens), tiles, sum(map(balance.square, tokens)))
+            yield PlannedPack(number, pack_cost, tuple(fragments))
 
 
 class _Writer:
@@ -153,10 +133,8 @@ class _Writer:
         figures: of all of them.
     """
 
-    def __init__(
-        self, out: Path, samples: Samples, config: PackingConfig, sequence: Callable[..., OnlinePacks | OfflinePacks]
-    ) -> None:
-        self._samples, self._config, self._sequence = samples, config, sequence
+    def __init__(self, out: Path, survey: Survey, config: PackingConfig, policy: str | None) -> None:
+        self._survey, self._samples, self._config, self._policy = survey, survey.samples, config, policy
         self._cost = CostModel.from_name(config.cost_model)
         self._budget = config.budget()
         self._paths = [out / f"{name}.part" for name in (PACKS, REFUSED)]
@@ -179,7 +157,7 @@ class _Writer:
 
     def _write_epoch(self, epoch: int, packs: RowWriter, refused: RowWriter) -> Iterator[int]:
         mixture = self._samples.mixture(self._config, epoch)
-        sequence = self._sequence(mixture, self._samples.sample_id, self._config, self._cost)
+        sequence = self._sequence(mixture)
         ledger, number, cursor, before = sequence.ledger, 0, 0, Counter[str]()
         while True:
             pack = sequence.next_pack()
@@ -208,6 +186,11 @@ class _Writer:
         self.packs.append(number)
         self.cut_off.append(ledger.counts["tokens_cut_off"])
         ledger.check()
+
+    def _sequence(self, mixture: Mixture) -> OnlinePacks | OfflinePacks:
+        if self._policy is None:
+            return OnlinePacks(self._survey, mixture, self._config, self._cost)
+        return OfflinePacks(self._policy, self._survey, mixture, self._config, self._cost)
 
     def _row(self, mixture: Mixture, pack: PlannedPack) -> dict[str, Any]:
         fragments = pack.fragments

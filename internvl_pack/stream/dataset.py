@@ -138,7 +138,7 @@ class PackedDataset(IterableDataset):
     def pack_sequence(self, epoch: int) -> PackSequence:
         """The packs of an epoch, from its start."""
         assert self.survey is not None, "planned by its lengths"
-        return OnlinePacks(self.survey, self.mixture(epoch), self.samples.sample_id, self.config, self.cost_model)
+        return OnlinePacks(self.survey, self.mixture(epoch), self.config, self.cost_model)
 
     def segment_source(self, epoch: int) -> SegmentSource:
         """The data of an epoch's fragments."""

@@ -98,7 +98,6 @@ class SampleSegments:
 
     def __init__(self, samples: Samples, config: PackingConfig, mixture: Mixture, epoch: int) -> None:
         self._samples, self._config, self._mixture, self._epoch = samples, config, mixture, epoch
-        self._budget = config.budget()
         self._split: OrderedDict[int, tuple[Outline, int]] = OrderedDict()  # by position, with its characters
 
     def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
@@ -129,7 +128,7 @@ class SampleSegments:
         size = (record.num_tokens, record.num_tiles)
         if (fragment.token_stop, fragment.tile_stop) == size:
             return encoded
-        cut = self._config.cut(record, position, self._budget)
+        cut = self._config.cut(record, position)
         if cut != [fragment]:
             raise SampleError(
                 "changed_since_survey",

@@ -12,29 +12,45 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..config import PackingConfig
 from ..encode.sample import Encoded
 from ..errors import SampleError
 from ..order.mixture import Mixture
 from ..packing.budget import Room
+from ..records import Fragment
 from ..samples import Samples
 from .exchange import Exchange
-from .table import MAX_TILES, MAX_TOKENS, MISSING, PLAIN, REFUSED, Measured, Note, SurveyKey, SurveyTable
+from .table import (
+    CUTTABLE,
+    MAX_TILES,
+    MAX_TOKENS,
+    MISSING,
+    PLAIN,
+    REFUSED,
+    Lengths,
+    Measured,
+    Note,
+    SurveyKey,
+    SurveyTable,
+)
 
 # Positions of a part: 50 ms of measuring.
 PART = 128
 _KEPT_PARTS = 8
 
+SampleId = Callable[[int, int], str]
+"""(dataset, row) -> sample id."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """The samples at PART positions from `start` on (fewer at the end of the epoch).
+    """Some samples, by default those at PART positions of an epoch (fewer at its end).
 
     Attributes:
         datasets, rows: where they stand; int64 (n,).
@@ -42,12 +58,31 @@ class Part:
         notes: by offset: of rows that must be cut, and of rows that are refused.
     """
 
-    start: int
     datasets: np.ndarray
     rows: np.ndarray
     tokens: np.ndarray
     tiles: np.ndarray
     notes: Mapping[int, Note] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, datasets: np.ndarray, rows: np.ndarray) -> Part:
+        """Samples that are not measured yet."""
+        nothing = np.zeros(len(rows), np.int64)
+        return cls(datasets, rows, nothing, nothing)
+
+    def cut(self, offset: int, position: int, sample_id: SampleId, config: PackingConfig) -> list[Fragment]:
+        """The fragments of a sample that does not fit into a pack, at `position` of its epoch.
+
+        Raises:
+            SampleError: it was refused, or is by `oversize`.
+        """
+        note = self.notes.get(offset)
+        if note is None:
+            raise SampleError("sample_empty", "the sample has no tokens")
+        if note.error is not None:
+            raise SampleError(*note.error)
+        name = sample_id(int(self.datasets[offset]), int(self.rows[offset]))
+        return config.cut(note.record(name, int(self.tokens[offset]), int(self.tiles[offset])), position)
 
 
 class Survey:
@@ -89,10 +124,9 @@ class Survey:
     def _agreed(self, mixture: Mixture, number: int) -> Part:
         part = self._located(mixture, number)
         if self.exchange is None:
-            lengths, _ = self._lookup(part.datasets, part.rows)
-            if (lengths == MISSING).any():
+            if (self._lookup(part.datasets, part.rows).verdicts == MISSING).any():
                 self._work_round(mixture, number)
-            return self._measured(part)
+            return self.measured(part)
         name = f"{mixture.epoch}/{number}"
         payload = self.exchange.get(name)
         if payload is None:
@@ -104,71 +138,62 @@ class Survey:
     def _work_round(self, mixture: Mixture, number: int) -> None:
         """Measure the parts of a block that are missing, from this reader's own on."""
         first = number - number % self.num_readers
-        last = min(first + self.num_readers, -(-len(mixture) // PART))
-        size = last - first
+        size = min(self.num_readers, -(-len(mixture) // PART) - first)
         for turn in range(size):
             each = first + (self.reader + turn) % size
             name = f"{mixture.epoch}/{each}"
             if self.exchange is None:
-                self._measured(self._located(mixture, each))
+                self.measured(self._located(mixture, each))
             elif self.exchange.get(name) is None:
-                self.exchange.publish(name, _packed(self._measured(self._located(mixture, each))))
+                self.exchange.publish(name, _packed(self.measured(self._located(mixture, each))))
 
     @staticmethod
     def _located(mixture: Mixture, number: int) -> Part:
         start = number * PART
-        datasets, rows = mixture.locate_range(start, min(start + PART, len(mixture)))
-        nothing = np.zeros(len(rows), np.int64)
-        return Part(start, datasets, rows, nothing, nothing)
+        return Part.of(*mixture.locate_range(start, min(start + PART, len(mixture))))
 
     # -- rows ----------------------------------------------------------------------------------------
 
-    def _lookup(self, datasets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """(verdicts, (tokens, tiles)) as the tables have them; rows beyond the room count only with their note."""
-        verdicts = np.zeros(len(rows), np.uint8)
-        tokens, tiles = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    def _lookup(self, datasets: np.ndarray, rows: np.ndarray) -> Lengths:
+        """As the tables have them; rows beyond the room count only with their note."""
+        found = Lengths(*(np.zeros(len(rows), kind) for kind in (np.int64, np.int64, np.uint8)))
         for dataset in np.unique(datasets).tolist():
             chosen = datasets == dataset
-            tokens[chosen], tiles[chosen], verdicts[chosen] = self.tables[dataset].lengths(rows[chosen])
-        verdicts[(verdicts == PLAIN) & ~self.room.holds(tokens, tiles)] = MISSING
-        return verdicts, (tokens, tiles)
+            for column, values in zip(found, self.tables[dataset].lengths(rows[chosen]), strict=True):
+                column[chosen] = values
+        found.verdicts[(found.verdicts == PLAIN) & ~self.room.holds(found.tokens, found.tiles)] = MISSING
+        return found
 
-    def _measured(self, part: Part) -> Part:
-        """The part with its lengths, from the tables where they have them."""
-        verdicts, (tokens, tiles) = self._lookup(part.datasets, part.rows)
+    def measured(self, part: Part, *, look_again: bool = False) -> Part:
+        """The part with its lengths: from the tables, or measured and kept there.
+
+        Args:
+            look_again: measure again the rows whose images are separate files, which the content mark does not cover.
+        """
+        tokens, tiles, verdicts = self._lookup(part.datasets, part.rows)
+        if look_again:
+            apart = np.array([spec.shards is None for spec in self.samples.specs])
+            verdicts[apart[part.datasets] & (tiles > 0)] = MISSING
+        noted = (verdicts == REFUSED) | ((verdicts == CUTTABLE) & ~self.room.holds(tokens, tiles))
         notes: dict[int, Note] = {}
-        measured: dict[int, list[tuple[int, Measured]]] = {}
-        noted = (verdicts != PLAIN) & (
-            (verdicts != MISSING) & ((verdicts == REFUSED) | ~self.room.holds(tokens, tiles))
-        )
-        for offset in np.flatnonzero((verdicts == MISSING) | noted).tolist():
+        new: dict[int, list[tuple[int, Measured]]] = {}
+        for offset in np.flatnonzero(noted | (verdicts == MISSING)).tolist():
             dataset, row = int(part.datasets[offset]), int(part.rows[offset])
-            one = self._known(dataset, row, verdicts[offset], tokens[offset], tiles[offset])
-            if one is None:
-                one = self.measure(dataset, row)
-                measured.setdefault(dataset, []).append((row, one))
+            one = Measured(int(tokens[offset]), int(tiles[offset]), int(verdicts[offset]))
+            if noted[offset]:
+                one = one._replace(note=self.tables[dataset].note(row))
+            if one.verdict == MISSING or not one.fits_note():
+                one, _ = self.measure(dataset, row)
+                new.setdefault(dataset, []).append((row, one))
             tokens[offset], tiles[offset] = one.num_tokens, one.num_tiles
             if one.note is not None:
                 notes[offset] = one.note
-        for dataset, found in measured.items():
+        for dataset, found in new.items():
             self.tables[dataset].put(*zip(*found, strict=True))
-        return Part(part.start, part.datasets, part.rows, tokens, tiles, notes)
+        return Part(part.datasets, part.rows, tokens, tiles, notes)
 
-    def _known(self, dataset: int, row: int, verdict: Any, tokens: Any, tiles: Any) -> Measured | None:
-        """A row with its note, as the table has it; None where it has to be measured."""
-        if verdict == MISSING:
-            return None
-        if verdict == PLAIN:
-            return Measured(int(tokens), int(tiles), PLAIN)
-        one = Measured(int(tokens), int(tiles), int(verdict), self.tables[dataset].note(row))
-        return one if one.fits_note() else None
-
-    def measure(self, dataset: int, row: int) -> Measured:
-        """Read and encode one row, without pixels."""
-        return self.measured(dataset, row)[0]
-
-    def measured(self, dataset: int, row: int) -> tuple[Measured, Encoded | None]:
-        """As `measure`, with the encoded sample, or None where the row is refused."""
+    def measure(self, dataset: int, row: int) -> tuple[Measured, Encoded | None]:
+        """Read and encode one row, without pixels. The encoded sample is None where the row is refused."""
         try:
             encoded = self.samples.encode(dataset, row)
             record = encoded.record
@@ -186,42 +211,19 @@ class Survey:
 
     def missing(self, dataset: int, rows: np.ndarray) -> np.ndarray:
         """Those of a dataset's rows, int64 (n,), that are not known."""
-        verdicts, _ = self._lookup(np.full(len(rows), dataset, np.int64), rows)
-        return rows[verdicts == MISSING]
+        return rows[self._lookup(np.full(len(rows), dataset, np.int64), rows).verdicts == MISSING]
 
-    def measure_rows(self, dataset: int, rows: np.ndarray) -> int:
-        """Measure those of these rows that are not known, for the table. Returns how many were measured."""
-        missing = self.missing(dataset, rows).tolist()
-        if missing:
-            self.tables[dataset].put(missing, [self.measure(dataset, row) for row in missing])
-        return len(missing)
+    def measure_rows(self, dataset: int, rows: np.ndarray) -> None:
+        """Measure those of a dataset's rows, int64 (n,), that are not known, for the table."""
+        self.measured(Part.of(np.full(len(rows), dataset, np.int64), rows))
 
-    def rows(self, dataset: int, rows: np.ndarray, *, look_again: bool = False) -> list[Measured]:
-        """These rows of a dataset, int64 (n,), measured where they are not known.
-
-        Args:
-            look_again: measure again the rows whose images are separate files, which the content mark does not cover.
-        """
-        verdicts, (tokens, tiles) = self._lookup(np.full(len(rows), dataset, np.int64), rows)
-        apart = look_again and self.samples.specs[dataset].shards is None
-        out: list[Measured] = []
-        new: list[tuple[int, Measured]] = []
-        for row, verdict, *size in zip(*(column.tolist() for column in (rows, verdicts, tokens, tiles)), strict=True):
-            one = None if apart and size[1] else self._known(dataset, row, verdict, *size)
-            if one is None:
-                one = self.measure(dataset, row)
-                new.append((row, one))
-            out.append(one)
-        if new:
-            self.tables[dataset].put(*zip(*new, strict=True))
-        return out
+    def sample_id(self, dataset: int, row: int) -> str:
+        return self.samples.sample_id(dataset, row)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every row is known."""
-        return all(
-            table.num_known == len(source) for table, source in zip(self.tables, self.samples.sources, strict=True)
-        )
+    def num_known(self) -> int:
+        """Rows that need not be measured again."""
+        return sum(table.num_known for table in self.tables)
 
     def forget_refusals(self) -> None:
         """Try rows again that an earlier run refused; before any reader of this run begins."""
@@ -253,4 +255,4 @@ def _unpacked(part: Part, payload: bytes) -> Part:
     tokens = np.frombuffer(data, "<u4", n).astype(np.int64)
     tiles = np.frombuffer(data, "<u2", n, 4 * n).astype(np.int64)
     notes = {int(offset): Note.from_json(text) for offset, text in json.loads(data[6 * n :]).items()}
-    return Part(part.start, part.datasets, part.rows, tokens, tiles, notes)
+    return Part(part.datasets, part.rows, tokens, tiles, notes)

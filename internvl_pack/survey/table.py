@@ -267,21 +267,18 @@ class SurveyTable:
         except (ValueError, TypeError, OverflowError, RecursionError):
             return None
 
-    def forget_refusals(self) -> int:
-        """Rows that an earlier run refused count as missing again: the user may have mended them. Returns their number.
+    def forget_refusals(self) -> None:
+        """Rows that an earlier run refused count as missing again: the user may have mended them.
 
         Before any process of a run reads the table.
         """
         refusals = "FROM notes WHERE note LIKE '[[],0,0,[%'"
         found = self._on_notes(lambda c: c.execute(f"SELECT row {refusals}").fetchall())
-        rows = [row for (row,) in found if isinstance(row, int) and 0 <= row < self.key.num_rows]
-        if rows:
-            refused = np.array(rows, np.int64)
-            refused = refused[self.lengths(refused).verdicts == REFUSED]
-            self._entries[refused] = 0
-        if found:
-            self._on_notes(lambda c: c.execute(f"DELETE {refusals}"))
-        return len(rows)
+        if not found:
+            return
+        rows = np.array([n for (n,) in found if isinstance(n, int) and 0 <= n < self.key.num_rows], np.int64)
+        self._entries[rows[self.lengths(rows).verdicts == REFUSED]] = 0
+        self._on_notes(lambda c: c.execute(f"DELETE {refusals}"))
 
     @property
     def num_known(self) -> int:

@@ -22,8 +22,7 @@ from ..config import PackingConfig, check_budget
 from ..errors import SampleError, isolate_sample_errors
 from ..samples import Samples
 from ..sources.shards import ShardSource
-from .survey import Survey
-from .table import Measured
+from .survey import Part, Survey
 from .workers import in_order
 
 # Rows that a worker checks at a time: some 0.1 s by headers.
@@ -105,7 +104,6 @@ class Checker:
         self.samples = samples
         self.config = config or PackingConfig()
         self.decode = decode
-        self._budget = self.config.budget()
         check_budget(self.config, samples.encoder)
         self.survey = Survey(samples, self.config.room, root)
         self.survey.forget_refusals()
@@ -133,39 +131,30 @@ class Checker:
         Raises:
             UserError: reading cannot continue, as with a file that changes meanwhile.
         """
-        if self.decode:
-            errors = [(row, self._decoded(which, row)) for row in range(start, stop)]
-        else:
-            # Images beside the data are looked at again: they may have gone since they were measured.
-            measured = self.survey.rows(which, np.arange(start, stop), look_again=True)
-            errors = [(row, self._headers(which, row, one)) for row, one in enumerate(measured, start)]
-        return [self._bad(which, row, error) for row, error in errors if error is not None]
+        errors = self._decoded(which, start, stop) if self.decode else self._surveyed(which, start, stop)
+        return [self._bad(which, row, error) for row, error in errors]
 
-    def _decoded(self, which: int, row: int) -> SampleError | None:
-        """Why a row cannot be used, its pixels looked at; None for a good one."""
-        encoder, source = self.samples.encoder, self.samples.sources[which]
-        try:
-            with isolate_sample_errors(source=partial(source.origin, row)):
-                encoded = encoder.encode(source.read(row), self.samples.specs[which])
-                self.config.cut(encoded.record, row, self._budget)
-                encoder.check_pixels(encoded)
-        except SampleError as error:
-            return error
-        return None
+    def _decoded(self, which: int, start: int, stop: int) -> Iterator[tuple[int, SampleError]]:
+        """(row, why it cannot be used), pixels looked at."""
+        encoder, source, spec = self.samples.encoder, self.samples.sources[which], self.samples.specs[which]
+        for row in range(start, stop):
+            try:
+                with isolate_sample_errors(source=partial(source.origin, row)):
+                    encoded = encoder.encode(source.read(row), spec)
+                    self.config.cut(encoded.record, row)
+                    encoder.check_pixels(encoded)
+            except SampleError as error:
+                yield row, error
 
-    def _headers(self, which: int, row: int, measured: Measured) -> SampleError | None:
-        """Why a row cannot be used, by what was measured of it; None for a good one."""
-        note = measured.note
-        if note is None:
-            return None
-        if note.error is not None:
-            return SampleError(*note.error)
-        record = note.record(self.samples.sample_id(which, row), measured.num_tokens, measured.num_tiles)
-        try:
-            self.config.cut(record, row, self._budget)
-        except SampleError as error:
-            return error
-        return None
+    def _surveyed(self, which: int, start: int, stop: int) -> Iterator[tuple[int, SampleError]]:
+        """(row, why it cannot be used), by its headers. Images beside the data may have gone since: they are read."""
+        rows = np.arange(start, stop)
+        part = self.survey.measured(Part.of(np.full_like(rows, which), rows), look_again=True)
+        for offset in part.notes:
+            try:
+                part.cut(offset, start + offset, self.samples.sample_id, self.config)
+            except SampleError as error:
+                yield start + offset, error
 
     def _bad(self, which: int, row: int, error: SampleError) -> BadSample:
         source, spec = self.samples.sources[which], self.samples.specs[which]

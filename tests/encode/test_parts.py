@@ -43,7 +43,7 @@ def test_parts_are_the_pieces_of_the_whole(encoder, turns, system, budget, repea
     raw = conversation(turns, system)
     whole, outline = encoder.encode(raw, SPEC), encoder.outline(raw, SPEC)
     config = PackingConfig(max_packed_tokens=budget, num_images_expected=14, repeat_system_prompt=repeat)
-    fragments = config.cut(whole.record, 5, config.budget())
+    fragments = config.cut(whole.record, 5)
     for fragment in fragments if len(fragments) > 1 else ():
         part = encoder.encode_part(outline, fragment)
         start, stop = fragment.token_start - fragment.num_context_tokens, fragment.token_stop
@@ -80,7 +80,7 @@ def test_a_sample_of_many_rows_costs_as_much_as_its_rows(encoder, monkeypatch):
     config = PackingConfig(max_packed_tokens=60, num_images_expected=14)
     outline = encoder.outline(raw, SPEC)
     counts = counted(monkeypatch, encoder)
-    fragments = config.cut(encoder.encode(raw, SPEC).record, 0, config.budget())
+    fragments = config.cut(encoder.encode(raw, SPEC).record, 0)
     once = dict(counts)
     assert len(fragments) > 40 and once["headers"] == 80
     for fragment in fragments:
@@ -92,7 +92,7 @@ def test_a_sample_of_many_rows_costs_as_much_as_its_rows(encoder, monkeypatch):
 def test_a_part_of_a_sample_that_has_changed_is_refused(encoder):
     turns = [("human", "x " * 20, 0), ("gpt", "y " * 20, 0)] * 4
     config = PackingConfig(max_packed_tokens=60, num_images_expected=14)
-    fragments = config.cut(encoder.encode(conversation(turns), SPEC).record, 0, config.budget())
+    fragments = config.cut(encoder.encode(conversation(turns), SPEC).record, 0)
     longer = encoder.outline(conversation([*turns[:-1], ("gpt", "y " * 21, 0)]), SPEC)
     encoder.encode_part(longer, fragments[0])
     with pytest.raises(SampleError, match=r"part .* of .* lies in .* tokens and 0 tiles now, and was surveyed in"):

@@ -34,6 +34,9 @@ class Lengths:
     def __init__(self, sizes: list[tuple[int, int]]) -> None:
         self.sizes = np.array(sizes, np.int64).reshape(-1, 2)
 
+    def sample_id(self, dataset: int, row: int) -> str:
+        return f"a/{row}"
+
     def part(self, mixture: Mixture, number: int) -> Part:
         start = number * PART
         datasets, rows = mixture.locate_range(start, min(start + PART, len(mixture)))
@@ -46,7 +49,7 @@ class Lengths:
                 spans = tuple(Span(min(100, t - at), ends_turn=True) for at in range(0, t, 100))
                 notes[place] = Note(spans)
                 assert not v
-        return Part(start, datasets, rows, tokens, tiles, notes)
+        return Part(datasets, rows, tokens, tiles, notes)
 
 
 def sizes_of(count: int, seed: int = 0) -> list[tuple[int, int]]:
@@ -56,7 +59,7 @@ def sizes_of(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 def make_plan(sizes, packs_per_step, config=CONFIG, epoch=0, balanced=True) -> StepPlan:
     mixture = Mixture([MixturePart(name="a", num_rows=len(sizes))], seed=config.seed, epoch=epoch)
-    packs = OnlinePacks(Lengths(sizes), mixture, lambda d, row: f"a/{row}", config, COST)
+    packs = OnlinePacks(Lengths(sizes), mixture, config, COST)
     return StepPlan(packs, packs_per_step, seed=config.seed, epoch=epoch, balanced=balanced)
 
 
