@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from internvl_pack.encode.templates import known_templates
+from internvl_pack.encode.formats import known_templates
 from internvl_pack.errors import UserError
 
 from .arguments import find_deepspeed_config, option_names

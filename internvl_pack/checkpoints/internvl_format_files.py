@@ -74,7 +74,7 @@ def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
     Raises:
         UserError: the checkpoint's is not known here.
     """
-    from ..encode.templates import known_templates
+    from ..encode.formats import known_templates
 
     default = "internvl2_5"
     template = internvl_format.template_of(config)

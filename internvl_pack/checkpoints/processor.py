@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..encode.formats import make_template
 from ..encode.sample import EncodeConfig
-from ..encode.templates import make_template
 from .internvl_format import is_internvl_format
 from .internvl_format_files import config_of
 from .tokenizers import name_image_tokens

@@ -82,7 +82,7 @@ class ChatTemplate(Protocol):
         ...
 
 
-# Factories by conv_style; templates.py finds them.
+# Factories by conv_style; formats.py finds them.
 TEMPLATES: dict[str, Callable[..., ChatTemplate]] = {}
 
 _Factory = TypeVar("_Factory", bound=Callable[..., ChatTemplate])

@@ -1,4 +1,4 @@
-"""Chat formats of InternVL's other models: 1.x, 2.0, Mini-InternVL and the GPT-OSS one of 3.5.
+"""Chat formats by name, and those of InternVL's other models: 1.x, 2.0, Mini-InternVL and the GPT-OSS one of 3.5.
 
     conv_style            a conversation, each turn on a line; what is trained is in brackets
     Hermes-2              <|im_start|>system\\n...<|im_end|>
@@ -15,15 +15,19 @@
                           <|start|>assistant[<|channel|>final<|message|>...<|end|>], <|return|> at the very end
 
 The facts are those of InternVL's `conversation.py` and of its `preprocess_*` functions; docs/migration.md lists where
-these differ from their text.
+these differ from their text. Importing this module registers them; chat.py has the registry.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import UserError
+from ..plugins import load_plugins
 from .chat import (
     IMAGE,
+    TEMPLATES,
+    ChatTemplate,
     Frame,
     Framed,
     Part,
@@ -47,6 +51,23 @@ GPT_OSS_SYSTEM_PROMPT = (
     "Knowledge cutoff: 2024-06\nCurrent date: 2025-08-06\n\nReasoning: low\n\n"
     "# Valid channels: final. Channel must be included for every message."
 )
+
+
+def known_templates() -> tuple[str, ...]:
+    """The names that users may write as `conv_style`."""
+    load_plugins()
+    return tuple(sorted(TEMPLATES))
+
+
+def make_template(conv_style: str, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """Build the template of a `conv_style`.
+
+    Raises:
+        UserError: an unknown name, or an unsuitable tokenizer.
+    """
+    if conv_style not in TEMPLATES and conv_style not in known_templates():
+        raise UserError(f"conv_style is {conv_style!r}: choose one of {', '.join(known_templates())}")
+    return TEMPLATES[conv_style](tokenizer)
 
 
 @register_template("Hermes-2")

@@ -109,43 +109,34 @@ def decode_tiles(
     Raises:
         SampleError: it cannot be decoded, or has changed.
     """
-    pixels, header, scale = _decode(ref, grid, image_size, rules, size)
+    pixels, header, scale = decode_pixels(ref, grid, image_size, rules, size=size)
     if out is None:
         out = empty_tiles(grid.num_tiles, image_size)
     cut_tiles(pixels, grid, out, header.orientation, (header.width / scale, header.height / scale))
     return out
 
 
-def check_pixels(
+def decode_pixels(
     ref: ImageRef,
     grid: TileGrid,
     image_size: int,
     rules: ImageRules = DEFAULT_RULES,
     *,
     size: tuple[int, int] | None = None,
-) -> None:
-    """Decode an image as `decode_tiles` does and let go of the pixels: all that can fail of it, at half the price."""
-    _decode(ref, grid, image_size, rules, size)
-
-
-def _decode(
-    ref: ImageRef, grid: TileGrid, image_size: int, rules: ImageRules, size: tuple[int, int] | None
 ) -> tuple[np.ndarray, Header, int]:
-    """(pixels as stored, header, scale of the pixels), see `decode_rgb`."""
+    """(pixels as stored, header, scale of the pixels), see `decode_rgb`; arguments and errors as of `decode_tiles`."""
     data = ref.read()
     header = _header(ref.name, data, lambda: data, rules)
     if size is not None and header.upright_size != tuple(size):
         raise SampleError(
             "image_changed", f"{ref.name} was {size[0]} x {size[1]} pixels when planned, now {header.upright_size}"
         )
-    sideways = header.orientation >= 5
-    target = (grid.rows, grid.columns) if sideways else (grid.columns, grid.rows)
-    target = (target[0] * image_size, target[1] * image_size)
+    across, down = grid.columns * image_size, grid.rows * image_size
     pixels, scale = decode_rgb(
         ref.name,
         data,
         header,
-        target,
+        (down, across) if header.orientation >= 5 else (across, down),
         allow_truncated=rules.allow_truncated_images,
         background=rules.background,
     )

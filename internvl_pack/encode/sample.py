@@ -21,25 +21,11 @@ from .augment import recompress
 from .chat import Part, PlainText, TokenizerTemplate, single_token, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
 from .fields import refuse_fields, tools_of, trained_answers
-from .images import (
-    ImageRules,
-    check_pixels,
-    colour_of,
-    decode_tiles,
-    empty_tiles,
-    image_size_of,
-)
-from .templates import make_template
+from .formats import make_template
+from .images import ImageRules, colour_of, decode_pixels, decode_tiles, empty_tiles, image_size_of
 from .text import MARKUP_TOKENS, TextEncoder
 from .tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
-from .video import (
-    PlannedFrame,
-    decode_frames,
-    number_of_frames,
-    plan_clip,
-    video_of,
-    with_frame_lines,
-)
+from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -454,4 +440,4 @@ class Encoder:
                     frames = [frame for frame in encoded.images if isinstance(frame, PlannedFrame)]
                     decode_frames(frames, sample_id, 0, None, self._rules.max_image_pixels)
                     return
-                check_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)
+                decode_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

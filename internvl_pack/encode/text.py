@@ -132,13 +132,7 @@ class TextEncoder:
         found = dict(zip(fresh, self._encode(fresh), strict=True)) if fresh else {}
         pieces = [self._known[text] if text not in found else found[text] for text in texts]
         self._remember(found)
-        ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
-        if self._has_structure(ids):
-            pieces = [self._encode_apart(text) for text in texts]
-            ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
-            if self._has_structure(ids):
-                raise SampleError("special_token_in_text", "a control token comes out of the text itself")
-        return ids, [len(piece) for piece in pieces]
+        return self._joined(texts, pieces)
 
     def _encode_long(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """As `encode`, piece by piece: a tokenizer's memory is that of one piece."""
@@ -147,20 +141,25 @@ class TextEncoder:
             raise SampleError("text_too_long", f"{size} bytes of text, more than {MAX_TEXT_BYTES}")
         runs, counts = [], []
         for text in texts:
-            count = 0
+            counts.append(0)
             for piece in _pieces(text) if self._words is not None else [text]:
                 if (size := _num_bytes(piece)) > MAX_STRETCH_BYTES:
                     detail = f"{size} bytes of text without a line break, more than {MAX_STRETCH_BYTES}"
                     raise SampleError("text_too_long", f"{detail}: {piece[:40]!r}...")
-                ids = np.array(self._encode([piece])[0], dtype=np.int32)
-                if self._has_structure(ids):
-                    ids = np.array(self._encode_apart(piece), dtype=np.int32)
-                if self._has_structure(ids):
-                    raise SampleError("special_token_in_text", "a control token comes out of the text itself")
+                ids, _ = self._joined([piece], self._encode([piece]))
                 runs.append(ids)
-                count += len(ids)
-            counts.append(count)
+                counts[-1] += len(ids)
         return np.concatenate(runs), counts
+
+    def _joined(self, texts: Sequence[str], pieces: list[list[int]]) -> tuple[np.ndarray, list[int]]:
+        """As `encode`, of texts with their ids. Where structure comes out of them they are encoded apart."""
+        ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
+        if self._has_structure(ids):
+            pieces = [self._encode_apart(text) for text in texts]
+            ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
+            if self._has_structure(ids):
+                raise SampleError("special_token_in_text", "a control token comes out of the text itself")
+        return ids, [len(piece) for piece in pieces]
 
     def _remember(self, found: dict[str, list[int]]) -> None:
         """Keep short texts: the same few questions and line ends come again and again."""

@@ -14,7 +14,6 @@ reference that it is handed, and only as one of the formats below.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import struct
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -303,7 +302,7 @@ def _container(ref: ImageRef) -> Iterator[tuple[InputContainer, VideoStream]]:
             f"{ref.name}: 'video' records need PyAV: pip install internvl-pack[video], or leave them out of the data"
         ) from None
     try:
-        with _opened(ref) as file:
+        with ref.open() as file:
             try:
                 container = av.open(file, "r", options={"format_whitelist": FORMATS, "err_detect": "explode"})
             except (av.FFmpegError, ValueError) as error:
@@ -329,8 +328,3 @@ def _container(ref: ImageRef) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _words(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
-
-
-def _opened(ref: ImageRef) -> BinaryIO:
-    """A seekable file over the bytes of a reference."""
-    return ref.open() if hasattr(ref, "open") else io.BytesIO(ref.read())

@@ -14,7 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader
 from internvl_pack.checkpoints.processor import PREPROCESSOR, PROCESSOR, VIDEO
-from internvl_pack.encode.templates import make_template
+from internvl_pack.encode.formats import make_template
 from internvl_pack.model.build import build_model
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.testing.tiny import save_tiny_checkpoint

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.encode.chat import INTERNVL2_5_SYSTEM_PROMPT, ChatML, register_template
-from internvl_pack.encode.templates import known_templates
+from internvl_pack.encode.formats import known_templates
 from internvl_pack.encode.text import TextEncoder, structural_tokens
 from internvl_pack.errors import SampleError, UserError
 

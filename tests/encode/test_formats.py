@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from internvl_pack.encode import EncodeConfig, Encoder
-from internvl_pack.encode.templates import known_templates
+from internvl_pack.encode.formats import known_templates
 from internvl_pack.errors import SampleError, UserError
 
 SYSTEM = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"

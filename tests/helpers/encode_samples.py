@@ -30,6 +30,9 @@ class BytesRef:
     def head(self, num_bytes: int) -> bytes:
         return self.data[:num_bytes]
 
+    def open(self) -> io.BytesIO:
+        return io.BytesIO(self.data)
+
 
 def smooth_pixels(width: int, height: int, channels: int = 3) -> np.ndarray:
     """(height, width, channels) uint8: gradients and a soft ring, like a photograph's large forms."""
