@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -65,6 +65,12 @@ class Samples:
     def num_rows(self) -> int:
         """Rows of all datasets, bad ones included."""
         return sum(map(len, self.sources))
+
+    def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        """(dataset, start, stop) of all rows, up to `num_rows` at a time, in order."""
+        for dataset, source in enumerate(self.sources):
+            for start in range(0, len(source), num_rows):
+                yield dataset, start, min(start + num_rows, len(source))
 
     def check_some(self, num_positions: int) -> None:
         """Check that an epoch has positions.

@@ -323,12 +323,7 @@ def _measured(
     for dataset, source in zip(datasets, samples.sources, strict=True):
         for error in source.damage:
             count_bad(dataset, error.reason, error.located_detail)
-    chunks = (
-        (which, start, min(start + CHUNK_ROWS, len(source)))
-        for which, source in enumerate(samples.sources)
-        for start in range(0, len(source), CHUNK_ROWS)
-    )
-    measured = in_order(partial(_measure, survey), chunks, num_workers)
+    measured = in_order(partial(_measure, survey), samples.chunks(CHUNK_ROWS), num_workers)
     steps = ((task[2] - task[1], (task, result)) for task, result in measured)
     for (which, start, stop), (loss_tokens, images, bad) in follow("measuring", samples.num_rows, steps):
         datasets[which].add(survey.tables[which].lengths(np.arange(start, stop)), loss_tokens, images)

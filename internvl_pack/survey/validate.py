@@ -47,10 +47,10 @@ class BadSample:
     """
 
     dataset: str
-    id: str | int | None
-    index: int | None
-    key: str | None
-    sample_id: str | None
+    id: str | int | None = None
+    index: int | None = None
+    key: str | None = None
+    sample_id: str | None = None
     source: str
     reason: str
     detail: str
@@ -113,10 +113,7 @@ class Checker:
         return [
             BadSample(
                 dataset=spec.name,
-                id=None,
-                index=None,
                 key=getattr(error, "key", None),
-                sample_id=None,
                 source=error.source or spec.name,
                 reason=error.reason,
                 detail=error.detail,
@@ -195,10 +192,5 @@ def validate(checker: Checker, *, num_workers: int = 0) -> Iterator[tuple[int, l
     if damage:
         yield len(damage), damage
     rows = CHUNK_ROWS_DECODED if checker.decode else CHUNK_ROWS
-    chunks = (
-        (which, start, min(start + rows, len(source)))
-        for which, source in enumerate(checker.samples.sources)
-        for start in range(0, len(source), rows)
-    )
-    for (_, start, stop), bad in in_order(checker.check, chunks, num_workers):
+    for (_, start, stop), bad in in_order(checker.check, checker.samples.chunks(rows), num_workers):
         yield stop - start, bad

@@ -81,26 +81,17 @@ def measure_all(survey: Survey, num_workers: int = 0) -> Iterator[int]:
     Raises:
         UserError: reading cannot continue, or a worker was killed.
     """
-    missing = [_missing_rows(survey, dataset) for dataset in range(len(survey.tables))]
-    known = survey.samples.num_rows - sum(map(len, missing))
+    blocks = list(_missing_blocks(survey))
+    known = survey.samples.num_rows - sum(len(rows) for _, rows in blocks)
     if known:
         yield known
-    blocks = (
-        (dataset, rows[start : start + BLOCK_ROWS])
-        for dataset, rows in enumerate(missing)
-        for start in range(0, len(rows), BLOCK_ROWS)
-    )
     for (_, rows), _ in in_order(survey.measure_rows, blocks, num_workers):
         yield len(rows)
 
 
-def _missing_rows(survey: Survey, dataset: int) -> np.ndarray:
-    """int64 (n,), in order."""
-    num_rows = len(survey.samples.sources[dataset])
-    return np.concatenate(
-        [np.empty(0, np.int64)]
-        + [
-            survey.missing(dataset, np.arange(start, min(start + _SCANNED_ROWS, num_rows)))
-            for start in range(0, num_rows, _SCANNED_ROWS)
-        ]
-    )
+def _missing_blocks(survey: Survey) -> Iterator[tuple[int, np.ndarray]]:
+    """(dataset, rows) of all rows that are not known, int64 of up to BLOCK_ROWS."""
+    for dataset, start, stop in survey.samples.chunks(_SCANNED_ROWS):
+        rows = survey.missing(dataset, np.arange(start, stop))
+        for at in range(0, len(rows), BLOCK_ROWS):
+            yield dataset, rows[at : at + BLOCK_ROWS]
