@@ -29,7 +29,7 @@ from ..survey.exchange import Exchange, LocalStore, StoreExchange, store_of_the_
 from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
-from .state import check_state, losses_of, make_state, plan_of
+from .state import make_state, read_state
 from .worker import begin_reader, release_free_memory
 
 logger = logging.getLogger(__name__)
@@ -284,21 +284,20 @@ class PackLoader(DataLoader):
         Raises:
             UserError: another version, other options or data (named), or a damaged state.
         """
-        check_state(state, self.packed_dataset.fingerprint() if check_options else None)
-        plan, losses = plan_of(state), losses_of(state)
+        options = self.packed_dataset.fingerprint() if check_options else None
+        epoch, plan, losses = read_state(state, options)
         if plan is not None:  # report damage here, not in a reader
-            self.packed_dataset.step_plan(state["epoch"], self.packs_per_step, plan)
+            self.packed_dataset.step_plan(epoch, self.packs_per_step, plan)
         self._iterator = None  # workers that are alive know nothing of the new state
-        self.packed_dataset.set_epoch(state["epoch"])
+        self.packed_dataset.set_epoch(epoch)
         self._begin_anew()
-        self._plan = plan
         if self.packed_dataset.rank == 0:  # the sum of all ranks', which counts once
             self._losses = losses
-        self._resumed = self._plan is not None
-        if self._plan is not None and self._plan["packs_per_step"] != self.packs_per_step:
+        self._plan, self._resumed = plan, plan is not None
+        if plan is not None and plan["packs_per_step"] != self.packs_per_step:
             logger.warning(
                 "resume: %d packs a step when the checkpoint was saved, %d now: steps differ from here on",
-                self._plan["packs_per_step"],
+                plan["packs_per_step"],
                 self.packs_per_step,
             )
 

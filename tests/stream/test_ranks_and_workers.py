@@ -15,7 +15,7 @@ from helpers.factory import TINY, write_jsonl, write_meta, write_shards
 from internvl_pack.config import PackingConfig
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, build_loader
-from internvl_pack.stream.state import make_state, plan_of
+from internvl_pack.stream.state import make_state, read_state
 from train.interruption import defer_worker_death
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(token
     config = PackingConfig(max_packed_tokens=4096)
     (loader,) = make(meta, tokenizer, config)
     next(iter(loader))
-    state = plan_of(loader.state_dict())
+    _, state, _ = read_state(loader.state_dict(), None)
     # As far as reading goes, a run at 90 % is a cursor, and samples and packs that wait.
     reader, tables = state["sequence"]["reader"], (state["sequence"]["waiting"], state["pooled"])
     shift = int(rows * 0.9) - reader["cursor"]
