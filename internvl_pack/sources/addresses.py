@@ -64,14 +64,6 @@ def system_path(path: str) -> bytes:
 def pread_all(fd: int, num_bytes: int, offset: int) -> bytes:
     """`num_bytes` from `offset`, fewer only at the end of the file."""
     data = os.pread(fd, num_bytes, offset)
-    if len(data) == num_bytes or not data:
-        return data
-    parts = [data]
-    have = len(data)
-    while have < num_bytes:
-        more = os.pread(fd, num_bytes - have, offset + have)
-        if not more:
-            break
-        parts.append(more)
-        have += len(more)
-    return b"".join(parts)
+    while 0 < len(data) < num_bytes and (more := os.pread(fd, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data

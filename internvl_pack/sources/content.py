@@ -6,11 +6,8 @@ the hashes of its pieces, so that several workers may hash one file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from hashlib import blake2b
-
-from .files import open_file, stamp_of_open
 
 PIECE_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -54,24 +51,3 @@ def mark_of_pieces(size: int, pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def content_mark(path: str) -> str:
-    """The mark of all bytes of a file, 32 hex digits: what an annotation file's index notes as `content`.
-
-    Reads the whole file, about a GB a second.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    fd = open_file(path)
-    try:
-        pieces = PieceHashes(0)
-        position = 0
-        size = stamp_of_open(path, fd).size
-        while data := os.pread(fd, PIECE_BYTES, position):
-            pieces.update(memoryview(data))
-            position += len(data)
-    finally:
-        os.close(fd)
-    return mark_of_pieces(size, [pieces.digest()])

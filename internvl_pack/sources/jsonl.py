@@ -165,7 +165,7 @@ def scan_part(path: str, start: int, stop: int, size: int) -> Part:
 class JsonlIndex:
     """Where each row starts. `low` (rows,) uint32, `high` (size >> 32,) uint64, `blank` (blank lines,) uint64.
 
-    `content` is the mark of the file's bytes (`content_mark`).
+    `content` is the mark of the file's bytes (content.py).
     """
 
     stamp: Stamp
@@ -349,7 +349,7 @@ class JsonlSource(Source):
 
     @property
     def content(self) -> str:
-        """The mark of all bytes of the annotation file (`content_mark`)."""
+        """The mark of all bytes of the annotation file (content.py)."""
         return self._index.content
 
     def sample_id(self, row: int) -> str:

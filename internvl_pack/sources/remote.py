@@ -11,12 +11,7 @@ Not by fsspec's own http: its event loop lives in a thread, which forked workers
 0.5, 1, 2 ... seconds; a copy goes on where it broke off when the server takes ranges. Nothing is executed, and what
 comes is judged by its contents, so that an error page is no image and no shard.
 
-| variable | default | meaning |
-| --- | --- | --- |
-| `INTERNVL_PACK_CACHE` | `~/.cache/internvl_pack` | folder of the copies; named, later runs believe its images |
-| `INTERNVL_PACK_CACHE_GB` | 50 | its size; what was not used for longest goes first |
-| `INTERNVL_PACK_RETRIES` | 5 | attempts after the first |
-| `INTERNVL_PACK_TIMEOUT` | 30 | seconds without a byte, or with next to none, after which an attempt has failed |
+docs/data.md lists the environment variables.
 """
 
 from __future__ import annotations
@@ -30,7 +25,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import quote, urljoin
 
 from ..errors import UserError
@@ -67,18 +63,10 @@ class RemoteError(OSError):
     ) -> None:
         super().__init__(f"{address}: {what}")
         self.strerror = f"{address}: {what}"
-        self.what = what
-        self.gone = gone
-        self.tired = tired
-        self.large = large
-        self._arguments = (address, what, gone, tired, large)
+        self.address, self.what, self.gone, self.tired, self.large = address, what, gone, tired, large
 
-    def __reduce__(self) -> tuple[Callable[..., RemoteError], tuple[Any, ...]]:  # errors of workers are pickled
-        return _remote_error, self._arguments
-
-
-def _remote_error(address: str, what: str, gone: bool, tired: bool, large: bool) -> RemoteError:
-    return RemoteError(address, what, gone=gone, tired=tired, large=large)
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:  # errors of workers are pickled
+        return partial(RemoteError, gone=self.gone, tired=self.tired, large=self.large), (self.address, self.what)
 
 
 class NoStoreError(UserError):
@@ -137,19 +125,11 @@ def retrying(address: str, attempt: Callable[[], _T]) -> _T:
 # --- stores of bytes
 
 
-class Version(dict):
-    """Identifies the bytes of an address: size and marks, as far as the server gives them."""
+# A store is one address. `version()` is what tells whether it still holds the same bytes: its size and marks, as far as
+# the server says. `chunks(start, stop, known)` are its bytes in order; `known` are the marks of what was read before,
+# filled in where it is empty. Both raise RemoteError, or _TryAgainError for what may pass.
 
-
-class Store(Protocol):
-    """One address. Methods raise RemoteError, or _TryAgainError for what may pass."""
-
-    def version(self) -> Version: ...
-
-    def chunks(self, start: int, stop: int | None, known: Version) -> Iterator[bytes]:
-        """Bytes [start, stop) in order. `known`: marks of what was read before, filled in where it is empty."""
-        ...
-
+Version = dict[str, Any]
 
 _sessions: dict[int, Any] = {}  # by process: a forked child must not write into its parent's connections
 
@@ -443,15 +423,15 @@ def _is_stale(address: str, path: str) -> bool:
 
 def _copy(address: str, path: str, limit: int | None) -> None:
     store = store_of(address)
-    partial = path + ".part"
+    beside = path + ".part"
     try:
         version = retrying(address, store.version)
     except RemoteError as error:
         if error.gone or error.tired:
             raise
         version = Version(size=None)  # some servers refuse HEAD
-    known = Version({name: mark for name, mark in version.items() if name != "size"})
-    with open(partial, "wb") as file:
+    known = {name: mark for name, mark in version.items() if name != "size"}
+    with open(beside, "wb") as file:
 
         def attempt() -> None:
             for chunk in store.chunks(file.tell(), None, known):
@@ -462,11 +442,11 @@ def _copy(address: str, path: str, limit: int | None) -> None:
         retrying(address, attempt)
         size = file.tell()
     if version["size"] is not None and size != version["size"]:
-        os.unlink(partial)
+        os.unlink(beside)
         raise RemoteError(address, f"{size} bytes came, {version['size']} were announced: does it change?")
     with open(path + ".json", "w", encoding="utf-8") as notes:
         json.dump({**version, "size": size, "address": address}, notes)
-    os.replace(partial, path)
+    os.replace(beside, path)
 
 
 _unseen: dict[int, float] = {}  # by process: bytes copied since it last looked through the folder

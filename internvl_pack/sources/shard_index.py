@@ -37,6 +37,7 @@ from .tar import (
     LINKS_AND_DEVICES,
     DamagedHeaderError,
     Member,
+    Reader,
     find_header,
     read_member,
     windowed,
@@ -115,6 +116,19 @@ def entry_of(member: Member, archive_size: int) -> Entry | None:
     else:
         fault = CUT if member.data + member.size > archive_size else OK
     return Entry(path, folder + slash + stem, ending.lower(), member.header, fault)
+
+
+def read_entry(read: Reader, header: int, archive_size: int) -> Entry:
+    """The member whose header was found at `header`, as part of its key.
+
+    Raises:
+        DamagedHeaderError: there is none any more.
+    """
+    member = read_member(read, header)
+    entry = None if member is None else entry_of(member, archive_size)
+    if entry is None:
+        raise DamagedHeaderError(header, "no header")
+    return entry
 
 
 def rows_of_key(entries: Sequence[Entry]) -> list[Row]:
@@ -227,18 +241,15 @@ class _Rows:
     def __init__(self) -> None:
         self.first, self.member, self.status, self.hashes = array("Q", [0]), array("Q"), array("B"), array("Q")
 
-    def add(self, row: Row) -> None:
-        self.member.extend(row.headers)
+    def add(self, headers: Iterable[int], status: int, key_hash: int) -> None:
+        self.member.extend(headers)
         self.first.append(len(self.member))
-        self.status.append(row.status)
-        self.hashes.append(_hash(row.key))
+        self.status.append(status)
+        self.hashes.append(key_hash)
 
-    def copy(self, other: _Rows, start: int, stop: int) -> None:
-        for row in range(start, stop):
-            self.member.extend(other.member[other.first[row] : other.first[row + 1]])
-            self.first.append(len(self.member))
-            self.status.append(other.status[row])
-            self.hashes.append(other.hashes[row])
+    def headers(self, start: int, stop: int) -> array:
+        """Of rows [start, stop)."""
+        return self.member[self.first[start] : self.first[stop]]
 
 
 class _ShardScan:
@@ -338,7 +349,7 @@ class _ShardScan:
         self.run_hash.append(_hash(self.pending[0].key))
         self.run_row.append(len(self.rows.status))
         for row in rows_of_key(self.pending):
-            self.rows.add(row)
+            self.rows.add(row.headers, row.status, _hash(row.key))
         if self.scar is not None:
             self.beside.setdefault(run, self.scar)
             self.scar = None
@@ -407,14 +418,15 @@ class _ShardScan:
                 again.setdefault(key_hash, []).append(run)
         self._warn_of_split_keys([runs for runs in again.values() if len(runs) > 1])
         ends = array("Q", [*self.run_row[1:], len(self.rows.status)]) if self.run_row else array("Q")
-        settled = _Rows()
+        settled, rows = _Rows(), self.rows
         for run, key_hash in enumerate(self.run_hash):
             runs = again.get(key_hash)
             if runs is None:
-                settled.copy(self.rows, self.run_row[run], ends[run])
+                for place in range(self.run_row[run], ends[run]):
+                    settled.add(rows.headers(place, place + 1), rows.status[place], rows.hashes[place])
             elif runs[0] == run:
                 for row in self._joined(runs, ends):
-                    settled.add(row)
+                    settled.add(row.headers, row.status, _hash(row.key))
         for hurt in self.damage:
             if not hurt.reason:
                 if hurt.lost:
@@ -428,13 +440,10 @@ class _ShardScan:
     def _joined(self, runs: list[int], ends: array) -> Iterable[Row]:
         headers: list[int] = []
         for run in runs:
-            rows = self.rows
-            headers.extend(rows.member[rows.first[self.run_row[run]] : rows.first[ends[run]]])
+            headers.extend(self.rows.headers(self.run_row[run], ends[run]))
         entries: dict[str, list[Entry]] = {}
         for header in sorted(headers):
-            member = read_member(self.read, header)
-            entry = entry_of(member, self.stamp.size) if member is not None else None
-            assert entry is not None, "a header that was read once reads the same again"
+            entry = read_entry(self.read, header, self.stamp.size)
             entries.setdefault(entry.key, []).append(entry)  # one key, but for a collision of hashes
         hurt = next((self.beside[run] for run in runs if run in self.beside), None)
         for group in entries.values():
@@ -464,9 +473,7 @@ class _ShardScan:
         if not split:
             return
         first_header, second_header = (self.rows.member[self.rows.first[self.run_row[run]]] for run in split[0][:2])
-        member = read_member(self.read, first_header)
-        entry = entry_of(member, self.stamp.size) if member is not None else None
-        key = entry.key if entry is not None else "?"
+        key = read_entry(self.read, first_header, self.stamp.size).key
         self.warnings.append(
             f"{self.path}: the members of key {key!r} are not adjacent (bytes {first_header} and {second_header}); "
             f"members of one key are joined ({len(split)} such keys in this shard)"

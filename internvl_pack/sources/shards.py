@@ -22,8 +22,8 @@ from .index import BadIndexError, index_path
 from .members import MemberResolver, MemberSlice, image_names, members_of
 from .normalise import normalised
 from .parse import MAX_RECORD_BYTES, parse_record
-from .shard_index import DUPLICATE, NO_RECORD, OK, REASONS, ShardIndex, entry_of, load_index, row_key, scan_shard
-from .tar import DamagedHeaderError, Reader, read_member, windowed
+from .shard_index import DUPLICATE, NO_RECORD, OK, REASONS, ShardIndex, load_index, read_entry, row_key, scan_shard
+from .tar import DamagedHeaderError, Reader, windowed
 
 logger = logging.getLogger(__name__)
 
@@ -172,12 +172,11 @@ class ShardSource(Source):
         """Why a row is no sample, naming the member that is to blame."""
         read = _reader(shard)
         try:
-            members = [read_member(read, header) for header in headers]
+            entries = [read_entry(read, header, shard.stamp.size) for header in headers]
         except OSError as error:
             return SampleError("record_unreadable", str(error.strerror), f"{shard.path}@{headers[0]}")
         except DamagedHeaderError as error:
             raise _changed(shard, error) from None
-        entries = [e for e in (entry_of(m, shard.stamp.size) for m in members if m is not None) if e is not None]
         seen: set[str] = set()
         blamed = entries[0]
         for entry in entries:
@@ -229,13 +228,10 @@ class ShardSource(Source):
         """(shard, key, position of the first member's header) of a row, from one header."""
         shard, _, (header, *_) = self._shard(row)
         try:
-            member = read_member(_reader(shard), header)
-            assert member is not None
-            entry = entry_of(member, shard.stamp.size)
-            assert entry is not None
+            entry = read_entry(_reader(shard), header, shard.stamp.size)
         except OSError as error:
             raise UserError(f"shard {shard.path} cannot be read: {error.strerror}") from None
-        except (DamagedHeaderError, AssertionError) as error:
+        except DamagedHeaderError as error:
             raise _changed(shard, error) from None
         return shard, row_key([entry]), header
 
