@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -234,6 +233,7 @@ def members_of_sample(sample: RawSample, key: str) -> Iterator[tuple[str, bytes]
         SampleError: an image or the video cannot be read, or JSON cannot hold the record.
     """
     from ..encode.conversation import image_names_of
+    from ..encode.headers import file_ending
     from ..encode.video import video_of
 
     data = dict(sample.data)
@@ -241,7 +241,7 @@ def members_of_sample(sample: RawSample, key: str) -> Iterator[tuple[str, bytes]
         members = []
         for place, name in enumerate(names):
             content = sample.resolve(name).read()
-            ending = _image_ending(name, content)
+            ending = _suffix(name) or file_ending(content)
             members.append(ending if len(names) == 1 else f"{place}.{ending}")
             yield members[-1], content
         named = [f"{key}.{member}" for member in members]
@@ -256,19 +256,6 @@ def members_of_sample(sample: RawSample, key: str) -> Iterator[tuple[str, bytes]
         yield "json", json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SampleError("record_not_json", str(error), sample.origin) from None
-
-
-def _image_ending(name: str, content: bytes) -> str:
-    """The name's, or the format's where the name has none."""
-    from ..encode.headers import read_header
-
-    if suffix := _suffix(name):
-        return suffix
-    try:
-        header = read_header(name, content, lambda: content, max_pixels=sys.maxsize)
-    except SampleError:  # for training to judge
-        return "img"
-    return {"JPEG": "jpg", "JPEG2000": "jp2"}.get(header.format, header.format.lower())
 
 
 def _suffix(name: str) -> str:

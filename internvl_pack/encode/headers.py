@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -133,6 +134,15 @@ def read_header(name: str, head: bytes, read_all: Callable[[], bytes], max_pixel
             f"{name} is {header.width} x {header.height} pixels, more than max_image_pixels={max_pixels}",
         )
     return header
+
+
+def file_ending(content: bytes) -> str:
+    """The usual ending of an image file, `jpg`, `png` ..., by its header; `img` where that cannot be read."""
+    try:
+        name = read_header("", content, lambda: content, sys.maxsize).format
+    except SampleError:
+        return "img"
+    return {"JPEG": "jpg", "JPEG2000": "jp2", "TIFF": "tif"}.get(name, name.lower())
 
 
 def _parser_of(name: str, head: bytes) -> Callable[[bytes], Header]:

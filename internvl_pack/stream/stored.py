@@ -27,6 +27,7 @@ import numpy as np
 
 from ..batch.row import Segment
 from ..encode.augment import recompress
+from ..encode.headers import file_ending
 from ..encode.sample import Encoded, Encoder, PlannedImage
 from ..encode.tiles import TileGrid
 from ..errors import SampleError, UserError, isolate_sample_errors
@@ -173,7 +174,7 @@ class _Shard:
         if not images:
             return []
         key = f"{row['pack']:012d}"
-        members = [f"{key}.{number:04d}.{_ending(data)}" for number, (_, _, data) in enumerate(images)]
+        members = [f"{key}.{number:04d}.{file_ending(data)}" for number, (_, _, data) in enumerate(images)]
         segments: list[dict[str, Any]] = [{"sample_id": name, "images": []} for name in row["sample_ids"]]
         for member, (segment, _, _) in zip(members, images, strict=True):
             segments[segment]["images"].append(member)
@@ -201,15 +202,6 @@ class _Shard:
     def __exit__(self, *_: object) -> None:
         if self._tar is not None:
             self._tar.close()
-
-
-def _ending(data: bytes) -> str:
-    """The usual ending of an image file, by its first bytes."""
-    starts = {b"\x89PNG": "png", b"\xff\xd8": "jpg", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
-    for start, ending in starts.items():
-        if data.startswith(start):
-            return ending
-    return "webp" if data[8:12] == b"WEBP" else "img"
 
 
 # -- reading -------------------------------------------------------------------------------------------
