@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 from ..config import PackingConfig
@@ -35,15 +34,6 @@ class Indexed(NamedTuple):
     path: str
     num_rows: int
     complaints: tuple[str, ...] = ()
-
-
-class Piece(NamedTuple):
-    """What one worker does at a time: a shard, or some of an annotation file's bytes."""
-
-    file: DataFile
-    num_bytes: int
-    is_last: bool
-    call: Callable[[], Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -145,49 +135,45 @@ def index_files(files: Sequence[DataFile], num_workers: int = 0) -> Iterator[tup
     Raises:
         UserError: a file cannot be read or changes meanwhile, an index cannot be written, a worker dies.
     """
-    writer: jsonl.JsonlIndexWriter | None = None
     with ExitStack() as stack:
-        for (piece,), result in in_order(_read, ((piece,) for piece in _pieces(files)), num_workers):
-            path = piece.file.path
-            if piece.file.kind == shard_index.KIND:
-                yield result, piece.num_bytes
+        for (file, start, stop), result in in_order(_read, _pieces(files), num_workers):
+            if file.kind == shard_index.KIND:
+                yield result, stop - start
                 continue
-            if writer is None:
-                writer = stack.enter_context(jsonl.JsonlIndexWriter(path, piece.file.stamp))
+            if start == 0:
+                writer = stack.enter_context(jsonl.JsonlIndexWriter(file.path, file.stamp))
             writer.add(result)
-            if not piece.is_last:
-                yield None, piece.num_bytes
+            if stop < file.stamp.size:
+                yield None, stop - start
                 continue
-            if stamp_of(path) != piece.file.stamp:
-                raise UserError(f"annotation {path} changed while it was indexed: start again when it is finished")
+            if stamp_of(file.path) != file.stamp:
+                raise UserError(f"annotation {file.path} changed while it was indexed: start again when it is finished")
             writer.finish()
-            indexed = Indexed(path, writer.num_rows)
             stack.close()
-            writer = None
-            yield indexed, piece.num_bytes
+            yield Indexed(file.path, writer.num_rows), stop - start
 
 
-def _pieces(files: Iterable[DataFile]) -> Iterator[Piece]:
+def _pieces(files: Iterable[DataFile]) -> Iterator[tuple[DataFile, int, int]]:
+    """(file, start, stop) of what one worker does at a time: a shard, or some of an annotation file's bytes."""
     for file in files:
         size = file.stamp.size
-        if file.kind == shard_index.KIND:
-            yield Piece(file, size, True, partial(index_shard, file.path))
-            continue
-        for start in range(0, max(1, size), jsonl.PART_BYTES):
-            stop = min(start + jsonl.PART_BYTES, size)
-            yield Piece(file, stop - start, stop == size, partial(jsonl.scan_part, file.path, start, stop, size))
+        step = max(1, size) if file.kind == shard_index.KIND else jsonl.PART_BYTES
+        for start in range(0, max(1, size), step):
+            yield file, start, min(start + step, size)
 
 
-def _read(piece: Piece) -> Any:
+def _read(file: DataFile, start: int, stop: int) -> Any:
     """What there is to index in a piece; runs in a worker."""
     try:
-        return piece.call()
+        if file.kind == shard_index.KIND:
+            return index_shard(file.path)
+        return jsonl.scan_part(file.path, start, stop, file.stamp.size)
     except OSError as error:
-        raise UserError(f"{piece.file.path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{file.path} cannot be read: {error.strerror or error}") from None
 
 
 def index_shard(path: str) -> Indexed:
-    """Index one shard and write the index beside it; runs in a worker."""
+    """Index one shard and write the index beside it."""
     index = shard_index.write_index(path)
     complaints = (*index.warnings, *(str(damage.error(path)) for damage in index.damage))
     return Indexed(path, len(index), complaints)
