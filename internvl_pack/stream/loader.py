@@ -25,7 +25,7 @@ from ..batch.row import PackRow
 from ..errors import UserError
 from ..ledger import Ledger, Losses
 from ..parallel.agreement import Agreement
-from ..survey.exchange import Exchange, LocalStore, StoreExchange, store_of_the_run
+from ..survey.exchange import Exchange, StoreExchange, local_store, store_of_the_run
 from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
@@ -106,7 +106,7 @@ class PackLoader(DataLoader):
         self.pack_collate_fn = collate_fn or packed_collator(dataset)
         self._agreement = agreement
         self._feed = _Feed(dataset, packs_per_batch, accumulation)
-        self._store: LocalStore | None = None
+        self._store: Any = None  # of this process, for its own readers
         self._plan: dict[str, Any] | None = None  # its state after the last step that was delivered
         self._losses, self._pending_losses = Losses(), Losses()
         self._resumed = False
@@ -174,7 +174,7 @@ class PackLoader(DataLoader):
     def _make_exchange(self) -> Exchange | None:
         found = store_of_the_run()
         if found is None and self.num_workers > 1:
-            self._store = LocalStore()
+            self._store = local_store()
             found = self._store.host, self._store.port
         if found is None:
             return None

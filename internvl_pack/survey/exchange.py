@@ -64,12 +64,9 @@ class StoreExchange:
         return base64.b64decode(agreed)
 
 
-class LocalStore:
-    """A TCP store of this process for its own readers; lives as long as this object."""
-
-    def __init__(self) -> None:
-        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.host, self.port = "127.0.0.1", self._server.port
+def local_store() -> dist.TCPStore:
+    """A TCP store of this process for its own readers, at its `host` and `port`; lives as long as this object."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def store_of_the_run() -> tuple[str, int] | None:

@@ -18,7 +18,7 @@ from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Room
 from internvl_pack.records import Record, Span
 from internvl_pack.samples import Samples
-from internvl_pack.survey.exchange import LocalStore, StoreExchange
+from internvl_pack.survey.exchange import StoreExchange, local_store
 from internvl_pack.survey.survey import PART, Survey
 from internvl_pack.survey.table import (
     CUTTABLE,
@@ -294,7 +294,7 @@ def test_the_first_reader_that_publishes_a_part_decides_for_all(meta, tokenizer,
             return super().encode(dataset, row)
 
     samples = Samples.from_meta(meta, tokenizer, TINY)
-    store = LocalStore()
+    store = local_store()
     surveys = [Survey(each, ROOM, tmp_path / str(n)) for n, each in enumerate((samples, Failing(samples), samples))]
     for reader, survey in enumerate(surveys):
         survey.share(StoreExchange(store.host, store.port, "test/"), reader=reader, num_readers=3)
@@ -305,7 +305,7 @@ def test_the_first_reader_that_publishes_a_part_decides_for_all(meta, tokenizer,
 
 def test_readers_share_the_work_of_a_block(meta, tokenizer, tmp_path):
     samples = Samples.from_meta(meta, tokenizer, TINY)
-    store = LocalStore()
+    store = local_store()
     counting = [Counting(samples) for _ in range(3)]
     surveys = [Survey(each, ROOM, tmp_path / str(n)) for n, each in enumerate(counting)]
     mixture = samples.mixture(PackingConfig(), 0)
@@ -315,7 +315,7 @@ def test_readers_share_the_work_of_a_block(meta, tokenizer, tmp_path):
         surveys[number].exchange.publish(
             f"0/{number}",
             __import__("internvl_pack.survey.survey", fromlist=["_packed"])._packed(
-                surveys[number]._measured(surveys[number]._located(mixture, number))
+                surveys[number].measured(surveys[number]._located(mixture, number))
             ),
         )
     for survey in surveys:
