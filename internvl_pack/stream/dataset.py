@@ -218,8 +218,8 @@ class PackedDataset(IterableDataset):
         packs_per_step = self.world_size * packs_per_batch * accumulation
         return iter(
             Reader(
-                self.step_plan(epoch, packs_per_step, state),
-                self.segment_source(epoch),
+                plan=self.step_plan(epoch, packs_per_step, state),
+                segments=self.segment_source(epoch),
                 epoch=epoch,
                 image_size=self.encoder.config.image_size,
                 stops=self.config.on_error == "stop",

@@ -149,10 +149,11 @@ class SampleSegments:
         return kept[0]
 
 
+@dataclass(kw_only=True)
 class Reader:
     """The micro-batches of one reader process in one epoch.
 
-    Args:
+    Attributes:
         plan: the epoch's steps, which every reader makes for itself.
         segments: the data of fragments.
         epoch: for the events.
@@ -163,55 +164,48 @@ class Reader:
         packs_per_batch: packs of a micro-batch.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        segments: SegmentSource,
-        *,
-        epoch: int,
-        image_size: int,
-        stops: bool = False,
-        rank: int = 0,
-        num_ranks: int = 1,
-        worker: int = 0,
-        num_workers: int = 1,
-        packs_per_batch: int = 1,
-    ) -> None:
-        self._plan, self._segments, self._epoch, self._image_size = plan, segments, epoch, image_size
-        self._stops = stops
+    plan: StepPlan
+    segments: SegmentSource
+    epoch: int
+    image_size: int
+    stops: bool
+    rank: int
+    num_ranks: int
+    worker: int
+    num_workers: int
+    packs_per_batch: int
+
+    def __post_init__(self) -> None:
         self._decoded: set[str] = set()  # datasets of which a fragment could be used
         self._lost: Counter[str] = Counter()  # fragments lost of those that are not among them
-        self._rank, self._num_ranks = rank, num_ranks
-        self._worker, self._num_workers = worker, num_workers
-        self._packs_per_batch = packs_per_batch
         self._dealt = 0  # micro-batches of this rank
 
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
-            for step in self._plan:
+            for step in self.plan:
                 yield from self._of_step(step)
-            if not self._plan.num_steps:
+            if not self.plan.num_steps:
                 yield MicroBatch([], self._nothing())
         except UserError as error:
             # Every reader comes to it at the same place; the one whose turn is next is heard.
-            yield MicroBatch([], Progress(step=self._plan.num_steps, fatal=str(error)))
+            yield MicroBatch([], Progress(step=self.plan.num_steps, fatal=str(error)))
 
     def _nothing(self) -> Progress:
         """The progress of an epoch without a pack: all of its samples were refused."""
-        events = [self._refusal(refused) for refused in self._plan.take_refused()]
+        events = [self._refusal(refused) for refused in self.plan.take_refused()]
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(e["reason"] for e in events).most_common())
         example = "; {id}: {source}: {detail}".format_map(events[0]) if events else ""
         return Progress(
             ends_step=True,
-            events=[] if self._rank else events,
-            state=self._plan.state_dict(),
-            fatal=f"no sample of epoch {self._epoch} can be trained on ({reasons}){example}",
+            events=[] if self.rank else events,
+            state=self.plan.state_dict(),
+            fatal=f"no sample of epoch {self.epoch} can be trained on ({reasons}){example}",
         )
 
     def _of_step(self, step: Step) -> Iterator[MicroBatch]:
-        shares = deal(step, self._num_ranks, self._packs_per_batch)[self._rank]
+        shares = deal(step, self.num_ranks, self.packs_per_batch)[self.rank]
         for micro_batch, packs in enumerate(shares):
-            mine = self._dealt % self._num_workers == self._worker
+            mine = self._dealt % self.num_workers == self.worker
             self._dealt += 1
             if mine:
                 yield self._micro_batch(step, micro_batch, packs, ends_step=micro_batch == len(shares) - 1)
@@ -220,57 +214,57 @@ class Reader:
         self, step: Step, micro_batch: int, packs: Sequence[PlannedPack], *, ends_step: bool
     ) -> MicroBatch:
         progress = Progress(step.number, micro_batch, ends_step)
-        if not micro_batch and not self._rank:
+        if not micro_batch and not self.rank:
             progress.events += [self._refusal(refused) for refused in step.refused]
         rows = [self._row(pack, progress) for pack in packs]
         if ends_step:
-            progress.state = self._plan.state_dict()
+            progress.state = self.plan.state_dict()
         return MicroBatch(rows, progress)
 
     def _row(self, pack: PlannedPack, progress: Progress) -> PackRow:
         """The pack's fragments, decoded into one array; what cannot be used leaves, the rest goes on."""
-        size = self._image_size
+        size = self.image_size
         tiles = tiles_over(_buffers.take((sum(f.num_tiles for f in pack.fragments), size, size, 3)))
         segments, used = [], 0
         for fragment in pack.fragments:
             out = tiles[used : used + fragment.num_tiles]
             try:
-                with isolate_sample_errors(source=partial(self._segments.origin, fragment)):
-                    segments.append(self._segments.segment(pack, fragment, out))
+                with isolate_sample_errors(source=partial(self.segments.origin, fragment)):
+                    segments.append(self.segments.segment(pack, fragment, out))
             except SampleError as error:
                 self._lose(fragment, error, progress)
             else:
                 used += fragment.num_tiles
-                self._decoded.add(self._segments.dataset(fragment))
+                self._decoded.add(self.segments.dataset(fragment))
         return PackRow(segments, tiles[:used])
 
     def _lose(self, fragment: Fragment, error: SampleError, progress: Progress) -> None:
-        name = self._segments.dataset(fragment)
+        name = self.segments.dataset(fragment)
         progress.lost.append((fragment, error.reason))
         progress.events.append(self._loss(fragment, error))
         self._lost[name] += name not in self._decoded
-        if self._stops:
-            progress.fatal = f"{self._segments.name(fragment)}: {error}"
+        if self.stops:
+            progress.fatal = f"{self.segments.name(fragment)}: {error}"
         elif self._lost[name] >= ALL_BAD_ROWS and name not in self._decoded:
             progress.fatal = (
                 f"dataset {name!r}: none of its first {self._lost[name]} samples can be used; "
-                f"{self._segments.name(fragment)}: {error}"
+                f"{self.segments.name(fragment)}: {error}"
             )
 
     def _refusal(self, refused: Refused) -> dict[str, Any]:
         place = Fragment(refused.position, 0, 1, 0, 0, 0, 0)
-        source = refused.source or self._segments.origin(place)
-        return self._event(self._segments.name(place), source, refused.reason, refused.detail)
+        source = refused.source or self.segments.origin(place)
+        return self._event(self.segments.name(place), source, refused.reason, refused.detail)
 
     def _loss(self, fragment: Fragment, error: SampleError) -> dict[str, Any]:
         detail = error.detail
         if fragment.count > 1:
             detail += f" (part {fragment.index + 1} of {fragment.count} of this sample; the others are trained)"
-        return self._event(self._segments.name(fragment), error.source, error.reason, detail)
+        return self._event(self.segments.name(fragment), error.source, error.reason, detail)
 
     def _event(self, sample_id: str, source: str | None, reason: str, detail: str) -> dict[str, Any]:
         about = {"id": sample_id, "source": source, "reason": reason, "detail": detail}
-        return about | {"epoch": self._epoch, "step": self._plan.num_steps - 1}
+        return about | {"epoch": self.epoch, "step": self.plan.num_steps - 1}
 
 
 def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:

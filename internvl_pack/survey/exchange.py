@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -30,20 +31,22 @@ class Exchange(Protocol):
         ...
 
 
+@dataclass
 class StoreExchange:
     """Parts in a TCP store.
 
-    Args:
+    Attributes:
         host, port: of the store.
         prefix: of the names, different for other data.
     """
 
-    def __init__(self, host: str, port: int, prefix: str) -> None:
-        self.host, self.port, self.prefix = host, port, prefix
-        self._client: tuple[int, Any] | None = None
+    host: str
+    port: int
+    prefix: str
+    _client: tuple[int, Any] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"host": self.host, "port": self.port, "prefix": self.prefix, "_client": None}
+        return self.__dict__ | {"_client": None}
 
     def _store(self) -> Any:
         """This process's own connection."""
