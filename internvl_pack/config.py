@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
 from .packing.budget import Budget, Room
+from .packing.cost import CostModel
 from .packing.split import OVERSIZE, split
 from .records import Fragment, Record
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 ON_ERROR = ("skip", "stop")
 # Options of earlier releases: one plan has no lanes, and its step groups are of like cost by themselves.
 NOT_NEEDED = ("num_lanes", "balance_reservoir")
+
+_NO_EFFECT_ON_PACKS = ("on_error", "max_bad_fraction", "survey_dir", *NOT_NEEDED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,11 @@ class PackingConfig:
         budget = self.budget()
         limit = budget.max_segment_tokens if self.max_seq_length is None else self.max_seq_length
         return Room(min(budget.max_segment_tokens, limit), budget.max_tiles)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The options that packs depend on, by name, as JSON values."""
+        options = {name: value for name, value in asdict(self).items() if name not in _NO_EFFECT_ON_PACKS}
+        return options | {"cost_model": list(astuple(CostModel.from_name(self.cost_model)))}  # its file may move
 
     def cut(self, record: Record, position: int) -> list[Fragment]:
         """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it."""

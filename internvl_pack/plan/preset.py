@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..config import NOT_NEEDED, PackingConfig
+from ..config import PackingConfig
 from ..errors import SampleError, UserError
 from ..ledger import Ledger
 from ..order.local_order import BlockWalk
 from ..order.permutation import Permutation, derive_seed
-from ..packing.cost import CostModel
 from ..packing.offline import OFFLINE_POLICIES
 from ..records import Fragment
 from ..samples import Samples
@@ -71,7 +70,6 @@ REFUSED_COLUMNS = {
 }
 _READ_COLUMNS = ("samples_read", "tokens_read", "tokens_cut_off", "split_positions", "split_counts")
 
-_NOT_PLANNED = ("on_error", "max_bad_fraction", "survey_dir", "packing", *NOT_NEEDED)
 # Options that training takes from the preset, whatever it is given.
 _DECIDED = ("packing_policy", "max_buffer_size", "seed", "shuffle", "shuffle_buffer_size", "cost_model")
 
@@ -99,10 +97,10 @@ def _packs_of(table: Any) -> list[WrittenPack]:
 
 
 def plan_settings(config: PackingConfig, policy: str | None) -> dict[str, Any]:
-    """Options that packs depend on, by name, as JSON values."""
-    options = {k: v for k, v in asdict(config).items() if k not in _NOT_PLANNED}
-    options["cost_model"] = list(astuple(CostModel.from_name(config.cost_model)))  # which may be a file elsewhere
-    return options | ({"packing_policy": policy} if policy else {})
+    """Options that the packs depend on, by name, as JSON values."""
+    options = config.fingerprint() | ({"packing_policy": policy} if policy else {})
+    del options["packing"]  # that they are packs
+    return options
 
 
 def data_facts(samples: Samples) -> dict[str, Any]:

@@ -125,9 +125,9 @@ def retrying(address: str, attempt: Callable[[], _T]) -> _T:
 # --- stores of bytes
 
 
-# A store is one address. `version()` is what tells whether it still holds the same bytes: its size and marks, as far as
-# the server says. `chunks(start, stop, known)` are its bytes in order; `known` are the marks of what was read before,
-# filled in where it is empty. Both raise RemoteError, or _TryAgainError for what may pass.
+# A store is one address. `version()` is its size and marks, as far as the server says: they differ once its bytes do.
+# `chunks(start, stop, known)` are its bytes in order; `known` are the marks of what was read before, filled in where it
+# is empty. Both raise RemoteError, or _TryAgainError for what may pass.
 
 Version = dict[str, Any]
 

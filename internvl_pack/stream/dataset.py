@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..batch.row import PackRow
-from ..config import NOT_NEEDED, PackingConfig, check_budget
+from ..config import PackingConfig, check_budget
 from ..encode.sample import EncodeConfig, Encoder
 from ..errors import UserError
 from ..order.mixture import Mixture
@@ -35,8 +34,6 @@ from ..survey.exchange import Exchange
 from ..survey.survey import Survey
 from ..survey.table import root_of
 from .reader import MicroBatch, Reader, SampleSegments, SegmentSource
-
-_POLICY_OPTIONS = ("on_error", "max_bad_fraction", "survey_dir", *NOT_NEEDED)  # may differ on resume
 
 
 def number_from_environment(name: str, default: int) -> int:
@@ -235,9 +232,7 @@ class PackedDataset(IterableDataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """Options and data that the order of packs depends on, by name, as JSON values."""
-        config = {k: v for k, v in asdict(self.config).items() if k not in _POLICY_OPTIONS}
-        config["cost_model"] = list(astuple(self.cost_model))  # the same model may lie elsewhere on resume
-        return config | {"meta": self.samples.fingerprint()} | self.encoder.fingerprint()
+        return self.config.fingerprint() | {"meta": self.samples.fingerprint()} | self.encoder.fingerprint()
 
     @property
     def digest(self) -> str:
