@@ -10,9 +10,8 @@ from typing import Any, TextIO
 from ..config import PackingConfig
 from ..errors import UserError
 from ..packing.split import OVERSIZE
-from ..survey.field_counts import count_unknown_fields, report_lines
 from ..survey.table import root_of
-from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, validate
+from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, count_unknown_fields, report_lines, validate
 from ._options import add_encoding, add_workers, num_workers, open_samples, option
 from ._table import table
 

@@ -44,8 +44,8 @@ from .table import (
 PART = 128
 _KEPT_PARTS = 8
 
+# (dataset, row) -> sample id.
 SampleId = Callable[[int, int], str]
-"""(dataset, row) -> sample id."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ reported in the order of the data whatever the number of workers. Memory is flat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from ..config import PackingConfig, check_budget
-from ..errors import SampleError, isolate_sample_errors
+from ..encode.fields import unknown_fields
+from ..errors import SampleError, isolate_sample_errors, without_traces
 from ..samples import Samples
+from ..sources import Source
 from ..sources.shards import ShardSource
 from .survey import Part, Survey
 from .workers import in_order
@@ -29,6 +31,8 @@ from .workers import in_order
 CHUNK_ROWS = 256
 CHUNK_ROWS_DECODED = 32
 NUM_EXAMPLES = 3
+# Rows of a dataset that are looked at for unknown fields: few are in a handful of rows only. It takes a second.
+FIELD_ROWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +198,28 @@ def validate(checker: Checker, *, num_workers: int = 0) -> Iterator[tuple[int, l
     rows = CHUNK_ROWS_DECODED if checker.decode else CHUNK_ROWS
     for (_, start, stop), bad in in_order(checker.check, checker.samples.chunks(rows), num_workers):
         yield stop - start, bad
+
+
+def count_unknown_fields(sources: Sequence[Source], max_rows: int = FIELD_ROWS) -> Counter[str]:
+    """{"dataset: field": records with it} among rows spread evenly over each dataset; what cannot be read is skipped.
+
+    Fields of turns are `conversations[].name`.
+    """
+    found: Counter[str] = Counter()
+    for source in sources:
+        count = min(len(source), max_rows)
+        for step in range(count):
+            try:
+                with without_traces(), isolate_sample_errors():
+                    data = source.read(step * len(source) // count).data
+            except SampleError:  # counted by its reason where all rows are checked
+                continue
+            found.update(f"{source.name}: {field}" for field in unknown_fields(data))
+    return found
+
+
+def report_lines(counts: Counter[str]) -> list[str]:
+    """A line for each field, the most frequent first."""
+    return [
+        f"passed over, as no such field is known: {name} ({count:,} records)" for name, count in counts.most_common()
+    ]

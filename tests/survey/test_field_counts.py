@@ -8,7 +8,7 @@ from helpers.factory import write_jsonl
 
 from internvl_pack.cli import main
 from internvl_pack.sources import load_meta, open_source
-from internvl_pack.survey.field_counts import count_unknown_fields, report_lines
+from internvl_pack.survey.validate import count_unknown_fields, report_lines
 
 
 def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, capsys):
