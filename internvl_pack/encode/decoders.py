@@ -23,13 +23,13 @@ import numpy as np
 
 from ..errors import SampleError
 from .headers import (
-    MAX_BLOCKS,
     PNG_SIGNATURE,
     Header,
     gif_after_blocks,
     gif_after_table,
     gif_frame,
     open_by_pillow,
+    png_chunks,
     quiet,
 )
 
@@ -218,35 +218,25 @@ def _checked_png(data: bytes, allow_truncated: bool) -> bytes:
     Pillow does not verify the checksums of pixel data, refuses files with comments or profiles above a process-wide
     limit, and would look for animation frames; what is not needed for the picture is left out before it sees it.
     """
-    kept = [PNG_SIGNATURE]
-    position, whole, stripped = len(PNG_SIGNATURE), False, False
-    for _ in range(MAX_BLOCKS):
-        if position + 12 > len(data):
-            break
-        kind = data[position + 4 : position + 8]
-        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
+    kept, end, stripped = [PNG_SIGNATURE], len(PNG_SIGNATURE), False
+    for kind, start, stop in png_chunks(data):
         if stop > len(data):
             break
         if kind in _PNG_KEPT:
-            checksum = zlib.crc32(memoryview(data)[position + 4 : stop - 4])
+            checksum = zlib.crc32(memoryview(data)[start + 4 : stop - 4])
             if checksum != int.from_bytes(data[stop - 4 : stop], "big") and not allow_truncated:
                 raise SampleError(
-                    "image_corrupt", f"the checksum of the {kind.decode()} chunk at byte {position} is wrong"
+                    "image_corrupt", f"the checksum of the {kind.decode()} chunk at byte {start} is wrong"
                 )
-            kept.append(data[position:stop])
+            kept.append(data[start:stop])
         else:
             stripped = True
-        position = stop
         if kind == b"IEND":
-            whole = True
-            break
-    else:
-        raise SampleError("image_corrupt", f"more than {MAX_BLOCKS} chunks")
-    if not whole:
-        if not allow_truncated:
-            raise SampleError("image_truncated", "the file ends before the picture does")
-        kept.append(data[position:])
-    return b"".join(kept) if stripped else data
+            return b"".join(kept) if stripped else data
+        end = stop
+    if not allow_truncated:
+        raise SampleError("image_truncated", "the file ends before the picture does")
+    return b"".join([*kept, data[end:]]) if stripped else data
 
 
 _MARK_PIXELS = 1 << 16  # of a row that are marked
@@ -284,15 +274,11 @@ def _png_has_all_rows(data: bytes) -> bool:
         columns, rows = max(0, -(-(width - x) // across)), max(0, -(-(height - y) // down))
         left += rows * (1 + (columns * bits + 7) // 8) if columns else 0
     inflater = zlib.decompressobj()
-    position = len(PNG_SIGNATURE)
-    while position + 12 <= len(data) and left > 0:
-        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
-        if data[position + 4 : position + 8] == b"IDAT":
-            rest = data[position + 8 : stop - 4]
-            while rest and left > 0 and not inflater.eof:
-                left -= len(inflater.decompress(rest, 1 << 20))
-                rest = inflater.unconsumed_tail
-        position = stop
+    for kind, start, stop in png_chunks(data):
+        rest = data[start + 8 : stop - 4] if kind == b"IDAT" else b""
+        while rest and left > 0 and not inflater.eof:
+            left -= len(inflater.decompress(rest, 1 << 20))
+            rest = inflater.unconsumed_tail
     if left > 0 and not inflater.eof:
         left -= len(inflater.flush())
     return left <= 0

@@ -233,32 +233,42 @@ def _jpeg(data: bytes) -> Header:
     raise ValueError(f"more than {MAX_BLOCKS} segments before the frame header")
 
 
-def _png(data: bytes) -> Header:
-    """Walk the chunks up to the pixels. An EXIF chunk after the pixels is not seen, here and at decoding alike."""
-    position, size, orientation = len(PNG_SIGNATURE), None, 1
+def png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, start, stop) of the chunks of a PNG, as bytes of the file; the last one may end beyond the data.
+
+    Raises:
+        ValueError: more chunks than any encoder writes.
+    """
+    position = len(PNG_SIGNATURE)
     for _ in range(MAX_BLOCKS):
         if position + 8 > len(data):
-            raise _More
-        length = int.from_bytes(data[position : position + 4], "big")
-        kind = data[position + 4 : position + 8]
-        stop = position + 12 + length
-        if size is None:
-            if kind != b"IHDR" or length != 13:
-                raise ValueError("a PNG that does not begin with its header")
-            if stop > len(data):
-                raise _More
-            if zlib.crc32(data[position + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
-                raise ValueError("the checksum of the PNG header is wrong")
-            size = (int.from_bytes(data[position + 8 : position + 12], "big"),
-                    int.from_bytes(data[position + 12 : position + 16], "big"))  # fmt: skip
-        elif kind in (b"IDAT", b"IEND"):
-            return Header("PNG", *size, orientation)
-        elif kind == b"eXIf":
-            if stop > len(data):
-                raise _More
-            orientation = exif_orientation(data[position + 8 : stop - 4])
+            return
+        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        yield data[position + 4 : position + 8], position, stop
         position = stop
-    raise ValueError(f"more than {MAX_BLOCKS} chunks before the pixels")
+    raise ValueError(f"more than {MAX_BLOCKS} chunks")
+
+
+def _png(data: bytes) -> Header:
+    """Walk the chunks up to the pixels. An EXIF chunk after the pixels is not seen, here and at decoding alike."""
+    size, orientation = None, 1
+    for kind, start, stop in png_chunks(data):
+        if size is not None and kind in (b"IDAT", b"IEND"):
+            return Header("PNG", *size, orientation)
+        if size is None and (kind, stop - start) != (b"IHDR", 25):
+            raise ValueError("a PNG that does not begin with its header")
+        if stop > len(data) and (size is None or kind == b"eXIf"):
+            raise _More
+        if size is None:
+            if zlib.crc32(data[start + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
+                raise ValueError("the checksum of the PNG header is wrong")
+            size = (
+                int.from_bytes(data[start + 8 : start + 12], "big"),
+                int.from_bytes(data[start + 12 : start + 16], "big"),
+            )
+        elif kind == b"eXIf":
+            orientation = exif_orientation(data[start + 8 : stop - 4])
+    raise _More
 
 
 def _webp(data: bytes) -> Header:
