@@ -84,7 +84,7 @@ class Run:
 
 
 def start(function: str, argument: Any, ranks: int, log: Path, **env: str) -> Run:
-    """Begin `function(argument)` on each of so many ranks of a world.
+    """Begin `function(argument)` on each of so many ranks of a world, in this process's folder.
 
     Args:
         function: "module:name" or "file.py:name"; what it returns is the rank's exit code, None for 0.
@@ -97,7 +97,8 @@ def start(function: str, argument: Any, ranks: int, log: Path, **env: str) -> Ru
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(_server())
     own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
-    request = {"function": function, "argument": argument, "ranks": ranks, "log": str(log), "env": own | env}
+    request = {"function": function, "argument": argument, "ranks": ranks, "log": str(log.absolute())}
+    request |= {"folder": os.getcwd(), "env": own | env}
     connection.sendall(json.dumps(request).encode() + b"\n")
     return Run(connection, log)
 
@@ -167,6 +168,7 @@ def lead(connection: socket.socket) -> None:
         request = json.loads(connection.makefile("r").readline())
         os.environ.clear()
         os.environ.update(request["env"])
+        os.chdir(request["folder"])
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.factory import write_jsonl
+from helpers.ranks import run
 
 from internvl_pack.errors import UserError
 from train import finetune
@@ -248,18 +249,15 @@ def test_a_published_script_trains_here(name, folder, tmp_path, process, monkeyp
     words = words_of(SCRIPTS[name], folder, tmp_path, GPUS="1", GPUS_PER_NODE="1", BATCH_SIZE=batch_size)
     words += ["--dataloader_num_workers", "0"]  # the machine's size is not the script's business
     out = folder / words[words.index("--output_dir") + 1]
+    monkeypatch.chdir(folder)
     if name == "full":
-        command = [sys.executable, str(ROOT / "train" / "finetune.py"), *words]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
-        status, log = done.returncode, done.stderr
-    else:  # DeepSpeed starts once in a process
+        log = run("train.finetune:main", words, 1, tmp_path / "log").told()
+    else:  # without DeepSpeed, which starts once in a process
         place = words.index("--deepspeed")
         assert find_deepspeed_config(words[place + 1]).is_file()
-        monkeypatch.chdir(folder)
         status = finetune.main(words[:place] + words[place + 2 :])
         log = capsys.readouterr().err
-    assert status == 0, log[-3000:]
+        assert status == 0, log[-3000:]
     summary = json.loads((out / "train_summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["packed"] == (name == "packed")

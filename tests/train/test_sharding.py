@@ -10,7 +10,7 @@ from helpers.stepping import run_ranks
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 12, 6
 COMMON = {
     "max_steps": STEPS,
     "lr_scheduler_type": "constant",
