@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
+import multiprocessing.util
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    def refuse(*_, **__):
+    def refuse_to_compile(*_, **__):
         pytest.skip("compiles, which --fast leaves out")
+
+    def refuse_to_start(*_, **__):
+        pytest.skip("starts a process, which --fast leaves out")
 
     def on_event(event: str, _: object) -> None:
         if event in STARTS and config.stash.get(AT_WORK, False):
-            pytest.skip("starts a process, which --fast leaves out")
+            refuse_to_start()
 
-    torch.compile = refuse
+    torch.compile = refuse_to_compile
+    multiprocessing.util.spawnv_passfds = refuse_to_start  # of which the interpreter tells nothing
     sys.addaudithook(on_event)
 
 
@@ -80,10 +87,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory) -> Iterator[str]:
+    """A new cache folder's name each time, which is made where something is kept there."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (str(folder / str(number)) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path_factory, monkeypatch):
+def cache_of_its_own(caches, monkeypatch):
     """What one test surveys, another must not find."""
-    monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("INTERNVL_PACK_CACHE", next(caches))
 
 
 @pytest.fixture(autouse=True)

@@ -94,6 +94,7 @@ def test_an_image_is_its_block_of_context_tokens(encoder, tokenizer):
     assert encoded.record.num_tiles == 4
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<"), max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_questions_are_encoded_as_one_string_with_their_header(encoder, tokenizer, text):

@@ -40,6 +40,7 @@ def table(*rows: tuple[int, int]) -> LengthTable:
 # --- epochs ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("num_samples", [3_000, 10_000, 50_000])

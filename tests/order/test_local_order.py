@@ -19,6 +19,7 @@ from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any), st.integers(1, 90), st.integers(0, 2**32))
 def test_interleaving_gives_every_item_once_and_in_proportion(counts, window, seed):
@@ -116,6 +117,7 @@ def test_training_reads_few_shards_at_a_time_and_every_sample_once(shards, token
     assert len(ids) == len(set(ids)) == 240
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_stop_on_another_number_of_ranks(shards, tokenizer):
     expected = ids_of(ranks_of(shards, tokenizer, 1))
     two = ranks_of(shards, tokenizer, 2)

@@ -189,6 +189,7 @@ def test_the_order_of_later_epochs_reads_row_groups_one_after_the_other(preset):
     assert places != sorted(places) and places[:10] != [planned_preset.order(2)(place) for place in range(10)]
 
 
+@pytest.mark.slow
 def test_several_epochs_can_be_planned_each_as_streaming_would(data, tokenizer, two_epochs):
     (loader,) = preset_loaders(two_epochs, data, tokenizer, config=CUT)
     stream = stream_loader(data, tokenizer, CUT)
@@ -319,6 +320,7 @@ def no_survey(tmp_path, monkeypatch):
     monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_two_plans_are_the_same_to_the_byte_with_any_number_of_processes(data, preset, tokenizer, tmp_path, no_survey):
     planned(data, tmp_path / "again", tokenizer, num_workers=2)
     assert files(tmp_path / "again") == files(preset)

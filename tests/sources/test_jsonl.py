@@ -338,6 +338,7 @@ def test_a_mapped_index_is_not_pickled(tmp_path):
     assert len(pickle.dumps(JsonlSource("set", path))) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_beside_each_other(tmp_path, method):
     path = make(tmp_path, b"\n".join(good(f"r{row}", text="x" * row) for row in range(500)))

@@ -666,6 +666,7 @@ def test_a_shard_replaced_while_in_use_is_noticed(tmp_path):
             source.read(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_index", [False, True])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_beside_each_other(odd_shards, method, with_index):

@@ -78,6 +78,7 @@ def test_a_state_is_the_same_when_asked_twice_and_after_it_was_restored(done, js
     assert [fingerprint(batch) for batch in again] == expected[done:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 2), (1, 4), (8, 0)])
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_goes_to_other_ranks_and_back(ranks, workers, stop, jsonl, tokenizer):

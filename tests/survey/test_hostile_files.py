@@ -282,6 +282,7 @@ def test_a_large_dataset_in_which_nothing_loads_stops_with_the_first_real_error(
     assert time.monotonic() - start < PROMPT
 
 
+@pytest.mark.slow
 def test_the_validator_counts_them_all(tmp_path, capsys):
     meta = bad_then_good(tmp_path, 3000, 1)
     assert main(["validate", str(meta), "--json", "--workers", "0"]) == 1

@@ -20,6 +20,8 @@ from internvl_pack.survey.survey import Survey
 from internvl_pack.survey.table import CUTTABLE, PLAIN, REFUSED
 from internvl_pack.survey.workers import in_order, measure_all
 
+pytestmark = pytest.mark.slow
+
 ROOM = Room(250, 4)
 
 
