@@ -383,11 +383,9 @@ def estimate_epochs(dataset: PackedDataset, packs_per_step: int, num_epochs: flo
             if countable:
                 epochs = tuple(_counted(dataset, packs_per_step, epoch) for epoch in range(countable))
                 return RunEstimate(epochs, exact=countable == wanted)
-            return RunEstimate((_estimated(dataset, packs_per_step, SAMPLES),), exact=False)
+            return RunEstimate((_estimated(dataset, packs_per_step),), exact=False)
     except RemoteDataError:
-        return RunEstimate(
-            (_estimated(dataset, packs_per_step, REMOTE_SAMPLES, remote=True),), exact=False, remote=True
-        )
+        return RunEstimate((_estimated(dataset, packs_per_step, remote=True),), exact=False, remote=True)
 
 
 def _countable_epochs(dataset: PackedDataset, wanted: int) -> int:
@@ -432,12 +430,10 @@ def _written(dataset: PackedDataset, packs_per_step: int, epoch: int) -> Packing
     )
 
 
-def _estimated(
-    dataset: PackedDataset, packs_per_step: int, num_samples: int, *, remote: bool = False
-) -> PackingEstimate:
+def _estimated(dataset: PackedDataset, packs_per_step: int, *, remote: bool = False) -> PackingEstimate:
     """An epoch by the packs of some of its positions."""
     mixture = dataset.mixture(0)
-    spread = Spread(mixture, num_samples)
+    spread = Spread(mixture, REMOTE_SAMPLES if remote else SAMPLES)
     if remote:
         spread.first(_measured_in_time(dataset, spread))
     else:
