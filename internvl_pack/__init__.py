@@ -12,6 +12,9 @@ Names are loaded when they are first used: the packing core works without torch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,3 +94,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _find_training() -> None:
+    """`internvl_pack.train` is the folder `train` of a checkout; an installed package has it inside."""
+    here = Path(__file__).resolve().parent
+    beside = here.parent / "train"
+    if (beside / "finetune.py").is_file() and not (here / "train").exists():
+        spec = importlib.util.spec_from_file_location(
+            f"{__name__}.train", beside / "__init__.py", submodule_search_locations=[str(beside)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules[spec.name] = globals()["train"] = found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+
+
+_find_training()

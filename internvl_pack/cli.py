@@ -1,8 +1,9 @@
 """The command `internvl-pack`: finds a command's module by its name and runs it.
 
 A command is a module `internvl_pack/commands/<name>.py` (`_` for `-`) with `HELP: str`, `configure(parser)` and
-`run(args) -> int`. Only the chosen one is imported in full; the list of `--help` reads each module's HELP without
-importing it, so that help stays quick although commands import torch.
+`run(args) -> int`, or `main(argv) -> int` where it parses its options itself. Only the chosen one is imported in full;
+the list of `--help` reads each module's HELP without importing it, so that help stays quick although commands import
+torch.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(name, help=text, description=text, add_help=wanted)
         if wanted:
             module = importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}")
-            module.configure(subparser)
-    args = parser.parse_args(argv)
-    assert module is not None, "argparse accepts known commands only"
+            if not hasattr(module, "main"):
+                module.configure(subparser)
     try:
-        code = module.run(args)
+        if chosen is not None and module is not None and hasattr(module, "main"):
+            code = module.main(argv[argv.index(chosen) + 1 :])
+        else:
+            args = parser.parse_args(argv)
+            assert module is not None, "argparse accepts known commands only"
+            code = module.run(args)
         sys.stdout.flush()  # a closed pipe shows here, not after the interpreter has gone
         return code
     except UserError as error:

@@ -23,8 +23,8 @@ from transformers.hf_argparser import string_to_bool
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.parallel.checks import check_mode, check_world
-from train.combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 
+from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 
 CONFIGS = Path(__file__).resolve().parent / "configs"

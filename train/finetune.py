@@ -23,6 +23,7 @@ from typing import Any
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    __package__ = "train"
 
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, set_seed
@@ -42,13 +43,14 @@ from internvl_pack.sources import load_meta
 from internvl_pack.sources.reach import allow
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import packed_collator
-from train import accounting, progress, sequence
-from train.arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments
-from train.callbacks import FirstPacks, IsolationCheck, PackingReport, RunOptions
-from train.checkpoint import find_checkpoint
-from train.checkpointing import CheckpointByMemory
-from train.combinations import IN_BATCH, PRESET, STREAM, check_combinations
-from train.environment import (
+
+from . import accounting, progress, sequence
+from .arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments
+from .callbacks import FirstPacks, IsolationCheck, PackingReport, RunOptions
+from .checkpoint import find_checkpoint
+from .checkpointing import CheckpointByMemory
+from .combinations import IN_BATCH, PRESET, STREAM, check_combinations
+from .environment import (
     INTERRUPTED,
     KEYBOARD_INTERRUPT,
     USER_ERROR,
@@ -60,11 +62,11 @@ from train.environment import (
     telling_of_ports,
     wait_no_longer_than,
 )
-from train.options import parse
-from train.ranks import Ranks
-from train.saving import Saving
-from train.trainer import PackTrainer
-from train.warm_up import WarmUp, keep_compiled
+from .options import parse
+from .ranks import Ranks
+from .saving import Saving
+from .trainer import PackTrainer
+from .warm_up import WarmUp, keep_compiled
 
 logger = logging.getLogger("train.finetune")
 

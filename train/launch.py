@@ -21,9 +21,11 @@ from typing import Any
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    __package__ = "train"
 
 from internvl_pack.errors import UserError
-from train.environment import INTERRUPTED, KEYBOARD_INTERRUPT, USER_ERROR, telling_of_ports
+
+from .environment import INTERRUPTED, KEYBOARD_INTERRUPT, USER_ERROR, telling_of_ports
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ENDS_THE_RUN = "SIGQUIT"  # what torchrun is left to handle

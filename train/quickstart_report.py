@@ -15,7 +15,8 @@ from typing import Any
 
 from internvl_pack.errors import UserError
 from internvl_pack.ledger import Ledger
-from train.accounting import LAST_STEPS, SUMMARY
+
+from .accounting import LAST_STEPS, SUMMARY
 
 
 def main(argv: Sequence[str] | None = None) -> int:

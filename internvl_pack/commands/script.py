@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import UserError
@@ -17,8 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from train.script import translate_script
-
+    translate_script = import_module("internvl_pack.train.script").translate_script
     try:
         text = Path(args.script).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

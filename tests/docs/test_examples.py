@@ -264,7 +264,8 @@ def _module(name: str) -> Iterator[str]:
 def command_options(name: str) -> set[str]:
     parser = argparse.ArgumentParser()
     importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}").configure(parser)
-    return {option for action in parser._actions for option in action.option_strings}
+    found = {option for action in parser._actions for option in action.option_strings}
+    return found | script_options("train/finetune.py") if name == "train" else found
 
 
 @cache
