@@ -94,6 +94,7 @@ def test_it_is_converted_there_and_back(folder, tmp_path, tokenizer):
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
+@pytest.mark.slow
 def test_a_published_language_model_in_4_bits_is_taken_whole(tmp_path, tokenizer):
     """MXFP4: blocks of 32 values, two in a byte, the lower half first, and a power of two for each block."""
     model = AutoModelForCausalLM.from_config(tiny_text_config("gpt_oss", vocab_size=len(tokenizer)))

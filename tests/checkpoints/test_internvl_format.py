@@ -290,6 +290,7 @@ def test_a_second_save_with_other_shards_leaves_none_of_the_first(tokenizer, tmp
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llm", ARCHITECTURES)
 def test_convert_there_and_back_is_the_same_checkpoint(llm, tokenizer, tmp_path, capsys):
     config = chat_config(tokenizer, llm, torch_dtype="bfloat16")

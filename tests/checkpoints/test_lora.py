@@ -92,6 +92,7 @@ def test_only_linear_layers_of_attention_and_mlp_have_lora_and_the_rest_of_their
     assert trained and all("multi_modal_projector" in name for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_format", ["hf", "internvl"])
 def test_merged_it_has_the_logits_of_the_adapters(save_format, made, tokenizer, tmp_path):
     packed = awake(build(made / "original", tokenizer, **BOTH)).eval()

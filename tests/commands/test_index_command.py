@@ -60,6 +60,7 @@ def test_one_index_lies_beside_each_file_and_is_used(folder, capsys):
     assert sources[0].read(1999).origin.endswith(":line 4000")
 
 
+@pytest.mark.slow
 def test_workers_and_pieces_do_not_change_the_files(folder, monkeypatch):
     (folder / "a.jsonl").write_bytes(b'\n{"id": "x"}\n' * 200_000)
     run(folder, "--workers", "0")

@@ -278,6 +278,7 @@ def test_videos_are_shown_as_frames(tmp_path, tokenizer, tokenizer_dir):
     assert any("8 tiles of 8 images" in word for word in page.words)
 
 
+@pytest.mark.slow
 def test_rows_of_a_preset_are_shown(tmp_path, tokenizer, tokenizer_dir):
     pytest.importorskip("pyarrow")
     meta = factory.write_jsonl(tmp_path, 50)

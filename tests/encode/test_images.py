@@ -459,6 +459,7 @@ def test_pillows_process_wide_switches_stay_as_they_were():
 # --- resize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(448, 448), (1280, 960), (333, 777), (640, 480), (60, 20), (2000, 1), (1, 1), (3, 1)])
 def test_tiles_are_within_two_levels_of_pillows_bicubic(size):
     image = Image.fromarray(smooth_pixels(*size))

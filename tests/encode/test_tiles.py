@@ -56,6 +56,7 @@ def test_known_sizes(size, max_tiles, tiles):
     assert plan_grid(*size, max_tiles=max_tiles).num_tiles == tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "min_tiles, max_tiles", [(1, 12), (1, 6), (1, 4), (1, 2), (2, 2), (4, 6), (6, 12), (12, 12), (1, 24)]
 )
@@ -66,6 +67,7 @@ def test_every_small_ratio_agrees_with_the_published_rule(min_tiles, max_tiles):
             assert planned(width, height, min_tiles, max_tiles) == published_rule(width, height, min_tiles, max_tiles)
 
 
+@pytest.mark.slow
 def test_sizes_around_the_area_tie_break_agree_with_the_published_rule():
     for columns, rows in [(1, 1), (2, 2), (3, 3), (1, 2), (2, 4), (3, 1), (3, 2), (4, 3), (5, 2)]:
         for scale in range(1, 400, 3):

@@ -339,6 +339,7 @@ def test_a_cut_video_is_found_at_decoding(encoder):
     assert reason(lambda: encoder.check_pixels(encoded)) in ("video_truncated", "video_corrupt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, codec", [("mp4", "mpeg4"), ("matroska", "libx264"), ("avi", "mjpeg")])
 def test_random_damage_costs_one_sample_at_most(encoder, kind, codec):
     rng = random.Random(kind)

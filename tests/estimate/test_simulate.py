@@ -54,6 +54,7 @@ def test_an_epoch_takes_no_step_too_many(real, budget, num_ranks, num_samples):
         assert epoch.rank_efficiency >= least[list(BUDGETS).index(budget)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "over_bound"), [((8192, 40), 1.0008), ((16384, 48), 1.0034), ((32768, 96), 1.0014)], ids=str
 )
@@ -88,6 +89,7 @@ def test_a_rank_without_a_pack_a_step_is_refused():
 # --- suggest --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_larger_rows_are_suggested_until_they_gain_little(real):
     found = suggest(real.drawn(2000, 0), PackingConfig(), COST, num_ranks=8, token_budgets=(2048, 8192, 16384))
     worth = [trial.worth for trial in found.trials]

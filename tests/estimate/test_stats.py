@@ -82,6 +82,7 @@ def test_the_figures_of_the_demo_data_are_those_of_an_independent_count(demo_dir
     assert (dataset["name"], dataset["rows"], dataset["share_of_tokens"]) == ("demo", 52, 1.0)
 
 
+@pytest.mark.slow
 def test_packs_and_steps_are_those_that_training_plans(tmp_path, tokenizer, tokenizer_dir, capsys):
     meta = factory.write_jsonl(tmp_path, 300)
     options = {"max_packed_tokens": 96, "num_images_expected": 12, "oversize": "split"}
@@ -106,6 +107,7 @@ def test_packs_and_steps_are_those_that_training_plans(tmp_path, tokenizer, toke
     assert many["trouble"].startswith(f"the data is small for {6 * chosen['packs']:,} packs a step")
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_figures(tmp_path, tokenizer_dir, capsys):
     meta = factory.write_jsonl(tmp_path, 600)
     lines = (tmp_path / "made.jsonl").read_text().splitlines()
@@ -134,6 +136,7 @@ def test_bad_samples_are_counted_and_named_by_reason(tmp_path, tokenizer_dir, ca
     assert any("made.jsonl:line 4" in detail for details in got["examples"].values() for detail in details)
 
 
+@pytest.mark.slow
 def test_a_dataset_without_one_good_sample_is_still_reported(tmp_path, tokenizer_dir, capsys):
     meta = factory.write_jsonl(tmp_path, 50)
     (tmp_path / "made.jsonl").write_text("broken\n" * 50)
@@ -158,6 +161,7 @@ def test_quantiles_and_expected_padding_match_brute_force():
     assert padded_share(found.counts, 4) == pytest.approx(brute, abs=0.01)
 
 
+@pytest.mark.slow
 def test_large_data_is_extrapolated_from_some_of_its_samples(tmp_path, tokenizer):
     meta = factory.write_jsonl(tmp_path, 800)
     samples = Samples.from_meta(meta, tokenizer, factory.TINY)
@@ -182,6 +186,7 @@ class _Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_with_four_plots_and_nothing_from_outside(tmp_path, tokenizer, monkeypatch):
     name = "<script>alert(1)</script>$x_1$\u202e_é" + "long" * 40
     meta = factory.write_jsonl(tmp_path, 60, name="made")

@@ -190,6 +190,7 @@ def loss_by_hand(packed, segments):
     return float(np.mean(layers))
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradients_do_not_depend_on_packing_or_accumulation(tokenizer):
     packed, segments = balanced(tokenizer), mixed_segments(tokenizer)
     packed.gradient_checkpointing_enable()

@@ -76,6 +76,7 @@ def segments_of(batch) -> list[Segment]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("loss_reduction", ["token", "sample", "square"])
 def test_a_pack_of_real_samples_equals_them_one_by_one(tokenizer, demo_dir, loss_reduction, checkpointing):

@@ -40,6 +40,7 @@ def test_what_the_model_stands_on_does_not_know_it(folder):
         assert not {name for name in names if below(name, "internvl_pack.model")}, file
 
 
+@pytest.mark.slow
 def test_the_vision_layers_are_reached_through_their_door():
     door = "internvl_pack.model.vision"
     modules = {file.stem for file in (PACKAGE / "model" / "vision").glob("*.py")}

@@ -98,6 +98,7 @@ def ids_of(ranks) -> list[str]:
     return [name for step in samples_of(ranks) for name, _ in step]
 
 
+@pytest.mark.slow
 def test_training_reads_few_shards_at_a_time_and_every_sample_once(shards, tokenizer):
     """The pool of packs is larger than this data: the order of packs before it tells what is read together."""
 

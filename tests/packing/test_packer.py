@@ -217,6 +217,7 @@ def test_no_budget_is_exceeded_nothing_lost_and_every_wait_bounded(policy, strea
     assert not sizes or bounds.best() <= len(packs)
 
 
+@pytest.mark.slow
 @given(stream=streams(), buffer_size=st.integers(1, 12), stop=st.integers(0, 30))
 @settings(max_examples=300, deadline=None)
 def test_a_state_through_json_goes_on_exactly(stream, buffer_size, stop):
@@ -318,6 +319,7 @@ def test_fragments_join_to_the_sample_and_never_cut_an_image(record, tokens, til
         assert f.num_prefix_tokens in ((0, record.num_system_tokens) if repeat and f.index else (0,))
 
 
+@pytest.mark.slow
 def test_a_sample_of_a_hundred_thousand_fragments_is_cut_at_turns_in_reach():
     turns = (Span(600), Span(262, 1), Span(6000, ends_turn=True)) * 1000
     whole_turns = Record("r", 6862 * 1000, 1000, 0, turns)

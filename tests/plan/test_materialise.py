@@ -93,6 +93,7 @@ def images(tmp_path_factory, tokenizer):
     return folder / "preset", expected, stream.ledger, folder / "elsewhere" / "meta.json"
 
 
+@pytest.mark.slow
 def test_text_to_packed_parquet_and_back_every_token_accounted_for(text, tokenizer):
     meta, preset = text
     dataset = PresetDataset.open(preset, meta, tokenizer)
@@ -135,6 +136,7 @@ def test_a_text_preset_trains_without_its_data_as_streaming_does_with_it(text, t
     assert not list(preset.glob("*.tar"))
 
 
+@pytest.mark.slow
 def test_images_stay_compressed_in_shards_and_train_the_very_batches_of_streaming(images, tokenizer):
     preset, expected, ledger, _ = images
     (loader,) = stored_loaders(preset, tokenizer)
@@ -165,6 +167,7 @@ def _is_bad(record: dict, meta: Path) -> bool:
     return any((meta.parent / "images" / name).read_bytes() == b"not an image" for name in record["image"])
 
 
+@pytest.mark.slow
 def test_repeated_epochs_of_stored_data_are_those_of_data_that_is_read(images, tokenizer):
     preset, _, _, meta = images
     (loader,), (reading,) = stored_loaders(preset, tokenizer), preset_loaders(preset, meta, tokenizer)
@@ -219,6 +222,7 @@ def test_events_name_the_samples_that_left_and_their_places(images, tokenizer):
     assert event == expected
 
 
+@pytest.mark.slow
 def test_a_stored_run_goes_on_with_other_ranks_and_from_the_one_that_reads_the_data(images, tokenizer):
     preset, _, _, meta = images
 

@@ -80,6 +80,7 @@ def two_epochs(data, tokenizer, tmp_path_factory):
 # -- what is planned -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_preset_trains_the_very_batches_of_the_stream(data, preset, tokenizer):
     stream, (loader,) = stream_loader(data, tokenizer), preset_loaders(preset, data, tokenizer)
     assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream]
@@ -166,6 +167,7 @@ def test_shards_are_planned_as_annotation_files_are(tokenizer, tmp_path):
     assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream_loader(meta, tokenizer)]
 
 
+@pytest.mark.slow
 def test_later_epochs_hold_the_same_packs_in_another_order(data, preset, tokenizer):
     (loader,) = preset_loaders(preset, data, tokenizer)
     orders = []
@@ -261,12 +263,14 @@ def test_fill_is_told_before_and_after_alignment(data, tokenizer, tmp_path):
 # -- order, resume, elasticity -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"packs_per_batch": 2}), (3, {"accumulation": 2})])
 def test_every_rank_trains_the_batches_that_the_stream_gives_it(ranks, options, data, preset, tokenizer):
     stream = [stream_loader(data, tokenizer, rank=rank, world_size=ranks, **options) for rank in range(ranks)]
     assert steps_of(preset_loaders(preset, data, tokenizer, ranks=ranks, **options)) == steps_of(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_workers_and_ranks_do_not_change_the_steps(epoch, data, preset, tokenizer):
     def at(ranks: int, accumulation: int, workers: int = 0):
@@ -279,6 +283,7 @@ def test_workers_and_ranks_do_not_change_the_steps(epoch, data, preset, tokenize
     assert samples_of(at(2, 3, workers=2)) == samples_of(at(3, 2)) == samples_of(at(6, 1)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_saved_run_goes_on_with_other_ranks_at_the_next_step(epoch, data, preset, tokenizer):
     def at(ranks: int):

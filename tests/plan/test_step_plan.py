@@ -88,6 +88,7 @@ def test_the_sequence_of_packs_does_not_depend_on_the_packs_of_a_step():
     assert packs[0] == packs[1] == packs[2]
 
 
+@pytest.mark.slow
 def test_steps_are_of_like_cost_and_come_in_no_order_of_cost():
     sizes = sizes_of(12_000)
     steps = list(make_plan(sizes, 16))[:-1]

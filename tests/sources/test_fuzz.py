@@ -76,6 +76,7 @@ def test_every_untouched_line_is_delivered(tmp_path, seed):
         assert [record for record in found if record in untouched] == untouched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_every_untouched_sample_of_a_shard_is_delivered(tmp_path, format):
     rng = random.Random(format)

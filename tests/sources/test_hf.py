@@ -68,6 +68,7 @@ def ids_and_pixels(loader) -> list[tuple]:
     return [(b["sample_ids"], b["pixel_values"].numpy().tobytes()) for b in loader]
 
 
+@pytest.mark.slow
 def test_pil_images_bytes_dicts_paths_and_datasets_give_the_same_batches(tokenizer, tmp_path):
     datasets = pytest.importorskip("datasets")
     plain = rows()

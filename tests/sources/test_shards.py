@@ -389,6 +389,7 @@ def test_a_damaged_header_costs_one_sample_said_once(tmp_path):
             assert source.damage[0].source == f"{tmp_path}/shard.tar:{key}@{info.offset}"
 
 
+@pytest.mark.slow
 def test_a_shard_cut_anywhere_gives_what_is_whole(tmp_path):
     content = good_archive()
     infos = headers_of(content)

@@ -66,6 +66,7 @@ def check_training(meta, encoder, good: dict[str, str | None], bad: dict[str, st
     loader.ledger.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_images(tmp_path, encoder, kind):
     rng = random.Random(kind)
@@ -88,6 +89,7 @@ def test_images(tmp_path, encoder, kind):
         (tmp_path / f"{row}.img").write_bytes(pictures[row])
 
 
+@pytest.mark.slow
 def test_annotation_files(tmp_path, encoder):
     rng = random.Random("jsonl")
     (tmp_path / "a.img").write_bytes(picture("JPEG", 0))
@@ -113,6 +115,7 @@ def test_annotation_files(tmp_path, encoder):
             check_training(meta, encoder, good, bad)
 
 
+@pytest.mark.slow
 def test_shards(tmp_path, encoder):
     rng = random.Random("tar")
     buffer, spans = io.BytesIO(), []

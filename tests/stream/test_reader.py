@@ -41,6 +41,7 @@ def loaders(meta, tokenizer, ranks=1, config=CONFIG, **options) -> list[PackLoad
     ]
 
 
+@pytest.mark.slow
 def test_packs_keep_both_budgets_and_the_batch_contract(jsonl, tokenizer):
     for batch in loaders(jsonl, tokenizer)[0]:
         n = batch["num_tokens"]
@@ -63,6 +64,7 @@ def test_packs_keep_both_budgets_and_the_batch_contract(jsonl, tokenizer):
 # -- states ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", [0, 5])
 def test_a_state_is_the_same_when_asked_twice_and_after_it_was_restored(done, jsonl, tokenizer):
     expected = [fingerprint(batch) for batch in loaders(jsonl, tokenizer)[0]]

@@ -65,6 +65,7 @@ def damage(data: bytes, rng: random.Random, kind: str) -> bytes:
 HEADER_SHOWS = {"cut in the header", "emptied", "an error page", "removed"}
 
 
+@pytest.mark.slow
 def test_two_per_cent_of_the_files_damaged_at_random_are_found_and_nothing_else(tmp_path, capsys):
     meta = write_pictures(tmp_path, 300)
     assert run(capsys, meta, "--decode")[0] == 0
@@ -172,6 +173,7 @@ def test_the_table_shows_three_examples_a_reason(tmp_path, capsys):
     assert not out.rstrip().endswith("}"), "JSON comes by --json only"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "shards"])
 def test_workers_do_not_change_the_result(tmp_path, capsys, kind, monkeypatch):
     monkeypatch.setattr("internvl_pack.survey.validate.CHUNK_ROWS", 7)

@@ -98,6 +98,7 @@ def test_no_sample_of_a_pack_sees_another(tokenizer):
     check_isolation(gpt_oss(tokenizer))
 
 
+@pytest.mark.slow
 def test_its_layers_compile_and_are_checkpointed(tokenizer):
     batch = packed_batch(mixed_segments(tokenizer))
     plain, compiled = gpt_oss(tokenizer), gpt_oss(tokenizer)

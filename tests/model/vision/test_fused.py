@@ -377,6 +377,7 @@ def test_gelu_is_kept_unless_all_layers_compute_it_again(tokenizer, stand_in, re
     assert model.vision_modules[0].encoder.forward.keep_gelu == keeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused_vision", [True, False])
 def test_the_option_reaches_the_tower(tokenizer, tmp_path, fused_vision):
     save_tiny_checkpoint(tmp_path, tokenizer)
