@@ -32,9 +32,15 @@ def prepare_environment() -> None:
     variables, and transformers would wrap the model in DataParallel on a machine with several GPUs.
 
     Raises:
-        UserError: a task of srun that does not know where the first one runs.
+        UserError: a task of srun that does not know where the first one runs, or an accelerate that shards by itself.
     """
     allow_many_open_files()
+    for name, kind in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
+        if os.environ.get(name, "false").lower() == "true":
+            raise UserError(
+                f"accelerate launch: its config asks for {kind}, which is not taken from there: launch with "
+                "--multi_gpu and give --deepspeed zero_stage1, zero_stage2 or zero_stage3 to finetune.py"
+            )
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
     if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in os.environ:
@@ -82,6 +88,20 @@ def telling_of_ports() -> Iterator[None]:
             f"port {port} of {socket.gethostname()} is in use, by another run perhaps: give another one "
             "(MASTER_PORT, or --master_port of the launcher)"
         ) from error
+
+
+def check_precision(precision: str) -> None:
+    """Check that `accelerate launch` was given no other precision than the run.
+
+    Args:
+        precision: bf16, fp16 or no.
+
+    Raises:
+        UserError: it was.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", precision):
+        raise UserError(f"accelerate launch: --mixed_precision {launched}: give --{launched} True to finetune.py, too")
 
 
 def prepare_deepspeed_on_cpu() -> None:

@@ -54,6 +54,7 @@ from .environment import (
     INTERRUPTED,
     KEYBOARD_INTERRUPT,
     USER_ERROR,
+    check_precision,
     is_main_process,
     prepare_environment,
     report_error,
@@ -163,6 +164,7 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
         UserError: a mistake in the options, the data or the environment.
     """
     check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    check_precision("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
     wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks.of(args)
@@ -376,23 +378,28 @@ def make_trainer(
     """The trainer of these data and this model.
 
     Raises:
-        UserError: the model cannot be saved as asked.
+        UserError: the model cannot be saved as asked, or the hub is out of reach.
     """
     saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path, data.train.encoder.config)
     saving.check(model)
-    return PackTrainer(
-        model=model,
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.held_out,
-        data_collator=data.collator,
-        processing_class=data.tokenizer,
-        row_budget=data.row_budget,
-        loss_reduction_all_gather=data_args.loss_reduction_all_gather,
-        router_loss_coef=model_args.router_loss_coef,
-        saving=saving,
-        also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
-    )
+    try:
+        return PackTrainer(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.held_out,
+            data_collator=data.collator,
+            processing_class=data.tokenizer,
+            row_budget=data.row_budget,
+            loss_reduction_all_gather=data_args.loss_reduction_all_gather,
+            router_loss_coef=model_args.router_loss_coef,
+            saving=saving,
+            also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
+        )
+    except OSError as error:  # what huggingface_hub raises
+        if not args.push_to_hub:
+            raise
+        raise UserError(f"--push_to_hub True: {str(error).strip().splitlines()[0]}") from error
 
 
 def make_callbacks(

@@ -12,9 +12,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ if not __package__:  # run as a file: find the packages without an installation
 from internvl_pack.errors import UserError
 
 from .environment import INTERRUPTED, KEYBOARD_INTERRUPT, USER_ERROR, telling_of_ports
+from .interruption import SECONDS_BETWEEN_INTERRUPTS
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ENDS_THE_RUN = "SIGQUIT"  # what torchrun is left to handle
@@ -41,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.signals_to_handle = ENDS_THE_RUN
     if getattr(args, "shutdown_timeout", 0) is None:  # not in torch 2.10
         args.shutdown_timeout = SECONDS_TO_END
-    signal.signal(signal.SIGINT, hand_on)  # a script's background job is started without it
+    interrupts = Interrupts()
+    signal.signal(signal.SIGINT, interrupts)  # a script's background job is started without it
     for number in HANDED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, hand_on)
@@ -54,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"launch: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except ChildFailedError as error:
+        if interrupts.ended_the_run:
+            return KEYBOARD_INTERRUPT
         statuses = {failure.exitcode for failure in error.failures.values()}
         for said in (USER_ERROR, INTERRUPTED, KEYBOARD_INTERRUPT):
             if said in statuses:
@@ -64,15 +71,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def hand_on(number: int, frame: Any) -> None:
-    """Send the signal to the ranks, the children of this process; those that have ended are past it."""
+def hand_on(number: int, frame: Any, *, readers: bool = False) -> None:
+    """Send the signal to the ranks, the children of this process; those that have ended are past it.
+
+    Args:
+        readers: and to what descends from them.
+    """
     import psutil
 
-    for child in psutil.Process().children():
-        try:
+    for child in psutil.Process().children(recursive=readers):
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
+
+
+class Interrupts:
+    """Hands the first Ctrl-C on; the second kills the ranks, wherever they are."""
+
+    def __init__(self) -> None:
+        self.first = math.inf
+        self.ended_the_run = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.first = min(self.first, time.monotonic())
+        self.ended_the_run |= time.monotonic() - self.first > SECONDS_BETWEEN_INTERRUPTS
+        if self.ended_the_run:
+            hand_on(signal.SIGKILL, frame, readers=True)
+        else:
+            hand_on(number, frame)
 
 
 if __name__ == "__main__":

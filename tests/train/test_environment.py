@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from internvl_pack.errors import UserError
-from train.environment import telling_of_ports
+from train.environment import check_precision, prepare_environment, telling_of_ports
 
 
 def test_a_port_in_use_is_one_line():
@@ -27,3 +27,18 @@ def test_a_port_in_use_is_one_line():
 def test_other_errors_of_the_network_are_left_alone():
     with pytest.raises(dist.DistNetworkError, match="no route"), telling_of_ports():
         raise dist.DistNetworkError("no route to host")
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
+def test_an_accelerate_that_shards_by_itself_is_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(UserError, match=r"accelerate launch: .* give --deepspeed zero_stage1"):
+        prepare_environment()
+
+
+def test_accelerate_launch_has_the_precision_of_the_run(monkeypatch):
+    check_precision("bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_precision("bf16")
+    with pytest.raises(UserError, match="mixed_precision bf16: give --bf16 True"):
+        check_precision("no")

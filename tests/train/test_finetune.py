@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,21 @@ def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(train, tmp_path, ca
     assert (checkpoint / "model.safetensors").exists() and not (checkpoint / "packing_state.json").exists()
     assert train(*options, "False", "--max_steps", "2", "--resume_from_checkpoint", str(checkpoint)) == 2
     assert "packing_state.json is missing" in capsys.readouterr().err
+
+
+def test_push_to_hub_uploads_the_whole_output_folder(train, tmp_path, monkeypatch):
+    sent = []
+
+    class Hub:
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, folder_path, ignore_patterns, **_):
+            sent.append(({path.name for path in Path(folder_path).iterdir()}, ignore_patterns))
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    options = ("--use_packed_ds", "True", "--max_steps", "1", "--save_strategy", "no", "--check_isolation", "False")
+    assert train(*options, "--push_to_hub", "True", "--hub_model_id", "run") == 0
+    ((files, left_out),) = sent
+    assert {"model.safetensors", "config.json", "tokenizer.json", "processor_config.json", "README.md"} <= files
+    assert "checkpoint-*" in left_out
