@@ -28,13 +28,14 @@ from ..parallel.agreement import Agreement
 from ..survey.exchange import Exchange, StoreExchange, local_store, store_of_the_run
 from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
-from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes
+from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes, share
 from .state import make_state, read_state
 from .worker import begin_reader, release_free_memory
 
 logger = logging.getLogger(__name__)
 
 PREFETCH = 2  # batches that a reader makes ahead, torch's default
+_FAILED = "failed"  # instead of a batch: why its reader cannot hand it over
 MIN_SAMPLES_TO_JUDGE = 1000  # `max_bad_fraction` is taken of at least this many samples
 
 
@@ -70,7 +71,13 @@ class _Collate:
     collate_fn: Callable[..., dict[str, Any]]
 
     def __call__(self, batch: MicroBatch) -> dict[str, Any]:
-        return self.collate_fn(batch.rows or [PackRow([])]) | {"progress": batch.progress}
+        made = self.collate_fn(batch.rows or [PackRow([])]) | {"progress": batch.progress}
+        if get_worker_info() is not None:
+            try:
+                share(made)
+            except UserError as error:
+                return {_FAILED: str(error)}
+        return made
 
 
 class PackLoader(DataLoader):
@@ -196,7 +203,10 @@ class PackLoader(DataLoader):
         broken connection while the kernel still counts it among the living.
         """
         try:
-            yield from batches
+            for batch in batches:
+                if _FAILED in batch:
+                    raise UserError(batch[_FAILED])
+                yield batch
         except (OSError, EOFError, RuntimeError) as error:
             workers = getattr(batches, "_workers", [])
             if workers and not isinstance(error, RuntimeError):

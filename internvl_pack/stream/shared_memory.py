@@ -2,14 +2,19 @@
 
     a reader collates a batch into /dev/shm ──> a descriptor of it goes to the training process ──> freed after its step
 
-A container often has 64 MB of it, of which a batch of 48 tiles of 448 pixels takes 29. If it is full, a reader
-loses its batch silently and the training process waits for ever. So the space is counted before the first batch.
+A container often has 64 MB of it, of which a batch of 48 tiles of 448 pixels takes 29. So the space is counted before
+the first batch. Other processes may fill it later. torch's own thread would then drop the batch silently, and the
+training process would wait for ever, so that readers put their tensors there themselves.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from ..errors import UserError
 
@@ -68,6 +73,24 @@ def fitting_prefetch(
         f"dataloader workers take {needed / 1e6:,.0f} MB: give the container more (docker run --shm-size "
         f"{-(-needed // 2**30)}g, or --ipc host), or set --dataloader_num_workers lower (0: none is needed)"
     )
+
+
+def share(batch: Mapping[str, Any]) -> None:
+    """Move a batch's tensors into shared memory, in the reader, which can say that it is full.
+
+    Raises:
+        UserError: there is no room for them.
+    """
+    try:
+        for value in batch.values():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
+    except RuntimeError as error:
+        reason, free = " ".join(str(error).split())[:120], (free_bytes() or 0) / 1e6
+        raise UserError(
+            f"a dataloader worker cannot hand over its batch ({reason}): {SHARED_MEMORY} has {free:,.0f} MB free; "
+            "give the container more (docker run --shm-size, or --ipc host), or set --dataloader_num_workers lower"
+        ) from None
 
 
 def allow_many_open_files() -> None:

@@ -523,3 +523,15 @@ def test_a_length_is_refused_with_what_counts_instead(jsonl, tokenizer):
     for thing in (loader, loader.packed_dataset):
         with pytest.raises(TypeError, match="estimate_epochs"):
             len(thing)
+
+
+def test_a_reader_that_cannot_hand_over_its_batch_ends_the_run_in_one_line(jsonl, tokenizer, monkeypatch):
+    """Shared memory that another process has filled: torch's own thread would drop the batch in silence."""
+    loader = loader_of(jsonl, tokenizer, num_workers=1)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", no_space)
+    with pytest.raises(UserError, match=r"^a dataloader worker cannot hand over .*No space left.*--shm-size[^\n]*$"):
+        list(loader)
+
+
+def no_space(tensor):
+    raise RuntimeError("unable to write to file </torch_1_2_3>:\nNo space left on device (28)")
