@@ -104,7 +104,9 @@ def start_and_resume(folder: Path, num_rows: int) -> dict[str, float]:
     config = PackingConfig(max_packed_tokens=4096, num_images_expected=40, survey_dir=str(folder / "survey"))
 
     def new_loader():
-        dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=EncodeConfig())
+        dataset = PackedDataset.from_meta(
+            meta, tokenizer, config, encode=EncodeConfig(dynamic_image_size=True, use_thumbnail=True)
+        )
         return build_loader(dataset, accumulation=PACKS_PER_STEP)
 
     def first_batch(state=None) -> tuple[float, float]:

@@ -75,7 +75,9 @@ def write_data(folder: Path, num_samples: int) -> Path:
 def run(meta: Path, num_batches: int, num_epochs: int, num_workers: int, every: int) -> list[dict[str, float]]:
     """Iterate as a training loop does, and measure; ends with the epochs or after `num_batches`."""
     config = PackingConfig(max_packed_tokens=512, num_images_expected=24)
-    encode = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=6)
+    encode = EncodeConfig(
+        image_size=56, tokens_per_tile=4, max_dynamic_patch=6, dynamic_image_size=True, use_thumbnail=True
+    )
     tokenizer = tiny_tokenizer(conversation_texts(meta.parent / "rows.jsonl")[:2000])
     loader = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=encode), num_workers=num_workers)
     taken, batch_number, before = [], 0, (0, time.monotonic(), 0.0)

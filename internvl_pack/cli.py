@@ -15,25 +15,39 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .errors import UserError
+from .options import HelpFormatter, unknown_option
 
 COMMANDS = Path(__file__).resolve().parent / "commands"
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 fine, 1 the command found something wrong, 2 a user's mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
     helps = command_helps()
-    parser = argparse.ArgumentParser(
-        prog="internvl-pack", description="Exact, resumable sequence packing for vision-language training."
-    )
+    parser = Parser(prog="internvl-pack", description="Exact, resumable sequence packing for vision-language training.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     module = None
     for name, text in helps.items():
         wanted = name == chosen
-        subparser = commands.add_parser(name, help=text, description=text, add_help=wanted)
+        subparser = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            add_help=wanted,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+        )
         if wanted:
             module = importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}")
             if not hasattr(module, "main"):
@@ -42,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if chosen is not None and module is not None and hasattr(module, "main"):
             code = module.main(argv[argv.index(chosen) + 1 :])
         else:
-            args = parser.parse_args(argv)
+            args, rest = parser.parse_known_args(argv)
+            if rest:
+                raise UserError(unknown_option(rest[0], vars(args), f"internvl-pack {chosen}"))
             assert module is not None, "argparse accepts known commands only"
             code = module.run(args)
         sys.stdout.flush()  # a closed pipe shows here, not after the interpreter has gone

@@ -1,4 +1,4 @@
-"""`PackingConfig`: the options that decide which samples share a row."""
+"""The options of rows: which samples share one (`PackingConfig`), and how it is laid out (`RowOptions`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
+from .options import check_options, option
 from .packing.budget import Budget, Room
 from .packing.cost import CostModel
+from .packing.policies import POLICIES
 from .packing.split import OVERSIZE, split
 from .records import Fragment, Record
 
@@ -26,75 +28,79 @@ _NO_EFFECT_ON_PACKS = ("on_error", "max_bad_fraction", "survey_dir", *NOT_NEEDED
 
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:
-    """What decides which samples share a row. A saved run can only go on with the same values.
+    """What decides which samples share a row. A saved run can only go on with the same values."""
 
-    Attributes:
-        max_packed_tokens: tokens of a row.
-        num_images_expected: tiles of a row, thumbnails included (InternVL's name).
-        max_seq_length: tokens of one segment; longer samples follow `oversize`. None: `max_packed_tokens`.
-        max_buffer_size: records of look-ahead.
-        packing_policy: `subset_sum`, `greedy` or `next_fit`; see packing/.
-        oversize: `split`, `truncate`, `drop` or `error`.
-        repeat_system_prompt: fragments after the first begin with the sample's system turn, untrained.
-        max_attention_cost: sum of squared segment lengths of a row, or None.
-        pad_to_multiple_of: tokens; each segment's length is rounded up to it inside the budget.
-        cost_model: whose operations packs are balanced by: a size (`1B` to `78B`) or a model's config.json.
-        packing: False gives one sample a row, for the padded comparison.
-        seed: of the order.
-        shuffle_buffer_size: samples shuffled together in an order that reads shard after shard, for slow disks and
-            shards far away; None shuffles all data at once.
-        shuffle, replacement, use_data_resampling: see order/mixture.py.
-        on_error: `skip` counts a bad sample and goes on, `stop` ends the run with its reason.
-        max_bad_fraction: the share of bad samples above which the run stops.
-        survey_dir: folder of the surveyed lengths; None: INTERNVL_PACK_CACHE, or the user's cache.
-        num_lanes, balance_reservoir: accepted and not needed any more.
-    """
-
-    max_packed_tokens: int = 8192
-    num_images_expected: int = 40
-    max_seq_length: int | None = None
-    max_buffer_size: int = 64
-    packing_policy: str = "subset_sum"
-    oversize: str = "split"
-    repeat_system_prompt: bool = False
-    max_attention_cost: int | None = None
-    pad_to_multiple_of: int = 1
-    cost_model: str = "1B"
-    packing: bool = True
-    seed: int = 42
-    shuffle: bool = True
-    shuffle_buffer_size: int | None = None
-    replacement: bool = False
-    use_data_resampling: bool = False
-    on_error: str = "skip"
-    max_bad_fraction: float = 1.0
-    survey_dir: str | None = None
-    num_lanes: int | None = None
-    balance_reservoir: int | None = None
+    max_packed_tokens: int = option(8192, "Token budget of a row.", unit="tokens", at_least=1, page="packing.md")
+    num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.", unit="tiles", at_least=0)
+    max_seq_length: int | None = option(
+        None,
+        "Tokens of one sample at most; longer ones follow --oversize. Default: the token budget of a row.",
+        unit="tokens",
+        at_least=1,
+    )
+    max_buffer_size: int = option(64, "Look-ahead of the packer, without pixels.", unit="records", at_least=1)
+    packing_policy: str = option("subset_sum", "How packs are chosen.", choices=POLICIES, page="packing.md")
+    oversize: str = option(
+        "split",
+        "A sample that exceeds a budget: split (at turns), truncate, drop (counted) or error (stops the run).",
+        choices=OVERSIZE,
+    )
+    repeat_system_prompt: bool = option(
+        False, "Begin each later part of a split sample with its system turn, untrained."
+    )
+    max_attention_cost: int | None = option(
+        None,
+        "Sum of squared sample lengths of a row at most: bounds the slowest step. Default: no bound.",
+        unit="tokens^2",
+        at_least=1,
+    )
+    pad_to_multiple_of: int = option(
+        1, "Round each sample's share of the budget up to a multiple of this.", unit="tokens", at_least=1
+    )
+    cost_model: str = option(
+        "1B", "Whose operations the packs of a step are balanced by: a size from 1B to 78B, or a model's config.json."
+    )
+    packing: bool = option(True, "False: one sample a row, for the padded comparison.", flag="")
+    seed: int = option(42, "Seed of the order.")
+    shuffle: bool = option(True, "False: the order of the files.", flag="")
+    shuffle_buffer_size: int | None = option(
+        None,
+        "Samples shuffled together in an order that reads shard after shard, for slow disks and remote shards. "
+        "Default: all data is shuffled at once.",
+        unit="samples",
+        at_least=1,
+        page="resume.md#the-order-of-an-epoch",
+    )
+    replacement: bool = option(
+        False, "Draw samples with replacement by the datasets' weights, instead of each once an epoch."
+    )
+    use_data_resampling: bool = option(False, "Weigh datasets by the square root of their length.")
+    on_error: str = option(
+        "skip", "A sample that cannot be used: skip (counted) or stop (ends the run).", choices=ON_ERROR
+    )
+    max_bad_fraction: float = option(
+        1.0, "Stop when more than this share of the samples read could not be used.", at_least=0, at_most=1
+    )
+    survey_dir: str | None = option(
+        None,
+        "Folder of the surveyed lengths, which later runs use again. Default: INTERNVL_PACK_CACHE, or the user's "
+        "cache.",
+        page="packing.md",
+    )
+    num_lanes: int | None = option(None, "Accepted and not needed any more.", flag="")
+    balance_reservoir: int | None = option(None, "Accepted and not needed any more.", flag="")
 
     def __post_init__(self) -> None:
-        if self.oversize not in OVERSIZE:
-            raise UserError(f"oversize {self.oversize!r} is unknown: use one of {', '.join(OVERSIZE)}")
-        if self.on_error not in ON_ERROR:
-            raise UserError(f"on_error {self.on_error!r} is unknown: use one of {', '.join(ON_ERROR)}")
-        if self.max_buffer_size < 1:
-            raise UserError(f"max_buffer_size is {self.max_buffer_size}: give at least 1 record of look-ahead")
-        if self.max_seq_length is not None and self.max_seq_length < 1:
-            raise UserError(f"max_seq_length is {self.max_seq_length}: give at least 1 token")
-        if self.shuffle_buffer_size is not None:
-            if self.shuffle_buffer_size < 1:
-                raise UserError(f"shuffle_buffer_size is {self.shuffle_buffer_size}: give at least 1 sample")
-            if self.replacement:
-                raise UserError(
-                    "shuffle_buffer_size with replacement: samples that are drawn anew each time lie anywhere; leave "
-                    "one of the two out"
-                )
+        check_options(self)
+        if self.shuffle_buffer_size is not None and self.replacement:
+            raise UserError(
+                "shuffle_buffer_size with replacement: samples that are drawn anew each time lie anywhere; leave "
+                "one of the two out"
+            )
         for name in NOT_NEEDED:
             if getattr(self, name) is not None:
                 logger.warning("%s is not needed any more: all readers follow one plan, leave it out", name)
                 object.__setattr__(self, name, None)
-        if not 0.0 <= self.max_bad_fraction <= 1.0:
-            raise UserError(f"max_bad_fraction is {self.max_bad_fraction}: give a share between 0 and 1")
         self.budget()
 
     def budget(self) -> Budget:
@@ -125,6 +131,27 @@ class PackingConfig:
             max_segment_tokens=self.max_seq_length,
             repeat_system_prompt=self.repeat_system_prompt,
         )
+
+
+@dataclass(kw_only=True)
+class RowOptions:
+    """How a packed row is laid out and weighed: options of training that `preview` and `stats` look at, too."""
+
+    loss_reduction: str = option(
+        "token",
+        "A supervised token of a sample with n of them weighs 1 (token), 1/n (sample) or 1/sqrt(n) (square).",
+        choices=("token", "sample", "square"),
+    )
+    strict_mode: bool = option(
+        False, "Pad each row to the token budget by one isolated, unlabelled segment: rows of one static shape."
+    )
+    pad_seq_to_mult: int = option(
+        1,
+        "Pad each sample of a row to a multiple of this, as context parallelism and FP8 want.",
+        unit="tokens",
+        at_least=1,
+        page="offline.md#alignment",
+    )
 
 
 def check_budget(config: PackingConfig, encoder: Encoder) -> None:

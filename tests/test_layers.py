@@ -26,7 +26,7 @@ STAGES = (
     ("internvl_pack.encode", "internvl_pack.config"),
     ("internvl_pack.order", "internvl_pack.packing"),
     ("internvl_pack.sources", "internvl_pack.ledger"),
-    ("internvl_pack.plugins", "internvl_pack.records"),
+    ("internvl_pack.plugins", "internvl_pack.records", "internvl_pack.options"),
     ("internvl_pack.errors",),
 )
 

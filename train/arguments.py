@@ -12,17 +12,25 @@ import math
 import os
 import re
 from argparse import ArgumentTypeError
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.hf_argparser import string_to_bool
 
-from internvl_pack.config import PackingConfig
+from internvl_pack.checkpoints.encoding import encode_config
+from internvl_pack.config import PackingConfig, RowOptions
+from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.encode.tiles import TileOptions
 from internvl_pack.errors import UserError
-from internvl_pack.parallel.checks import check_mode, check_world
+from internvl_pack.model.compiled import RECOMPUTE
+from internvl_pack.model.experts import EXPERTS
+from internvl_pack.model.loss import LOSS_KERNELS
+from internvl_pack.options import boolean, check_options, from_config, make, option
+from internvl_pack.parallel.checks import MODES
 
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
@@ -31,9 +39,9 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 AUTO = "auto"  # of grad_checkpoint
 PADDED_MAX_SEQ_LENGTH = 8192  # InternVL's default of max_seq_length
 
-
-def option(default: Any, text: str, **words: Any) -> Any:
-    return field(default=default, metadata={"help": text, **words})
+packing_option = partial(from_config, PackingConfig)
+row_option = partial(from_config, RowOptions)
+encode_option = partial(from_config, EncodeConfig)
 
 
 @dataclass
@@ -54,15 +62,15 @@ class ModelArguments:
         0,
         "With --freeze_backbone: train the vision layers from this index on, from the end if negative; 0: none.",
     )
-    use_backbone_lora: int = option(0, "Rank of LoRA on the vision tower; 0: no LoRA. Needs peft.")
-    use_llm_lora: int = option(0, "Rank of LoRA on the language model; 0: no LoRA. Needs peft.")
+    use_backbone_lora: int = option(0, "Rank of LoRA on the vision tower; 0: no LoRA. Needs peft.", at_least=0)
+    use_llm_lora: int = option(0, "Rank of LoRA on the language model; 0: no LoRA. Needs peft.", at_least=0)
     grad_checkpoint: str = option(
         "True",
         "Gradient checkpointing in both towers: about a third more compute for much less memory. True: every layer; "
         "False: none; auto: those whose activations of a full row do not fit, found out before the first step, and "
         "every layer without packing or CUDA.",
-        nargs="?",
         const="True",
+        page="performance.md#checkpointing-by-memory",
     )
     drop_path_rate: float = option(
         0.0,
@@ -76,41 +84,50 @@ class ModelArguments:
     loss_chunk: int = option(
         1024,
         "Logits are made for this many labelled tokens at a time: fewer need less memory, more are a little faster.",
+        unit="tokens",
+        at_least=1,
     )
-    loss_kernel: Literal["auto", "torch", "liger"] = option(
+    loss_kernel: str = option(
         "auto",
         "What makes losses and gradients of logits: torch, or liger-kernel's fused kernel. auto takes the compiler's "
         "with --compile, else liger where it is installed and gives the same loss.",
+        choices=LOSS_KERNELS,
     )
     vision_micro_tiles: int | None = option(
         None,
         "Tiles that go through the vision tower at once, which bounds its memory where it is frozen or checkpointed. "
         "Default: all of a row.",
+        unit="tiles",
+        at_least=1,
     )
     compile: bool = option(
         False, "torch.compile the layers of both towers: a minute at the start, then a quarter faster and less memory."
     )
-    compile_recompute: Literal["none", "language", "all"] = option(
+    compile_recompute: str = option(
         "language",
         "With --compile: whose layers compute norms and activation functions again in the backward pass instead of "
         "keeping them: all saves a third of the memory of none and is 1-2 % slower.",
+        choices=RECOMPUTE,
     )
     fused_vision: bool = option(
         True,
         "With --compile: the vision tower's layers with their gradients written out, where they are as in InternVL's "
         "300M tower, the attention kernel is fa4 and the weights are in half precision (with --deepspeed: --bf16 or "
         "--fp16). False leaves them to torch.compile.",
+        page="performance.md#the-vision-tower",
     )
-
-    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = option(
+    experts_implementation: str = option(
         "auto",
         "How a mixture of experts is multiplied: grouped_mm (one grouped product), batched_mm or eager (a loop over "
         "experts). auto leaves it to transformers: grouped_mm.",
+        choices=EXPERTS,
+        page="attention.md#experts",
     )
     router_loss_coef: float = option(
         0.0,
         "Weight of a mixture of experts' balance loss, taken over the whole optimizer step; 0: none. With gradient "
         "accumulation each micro-batch is run forward once more, about a quarter more time.",
+        at_least=0,
     )
 
     def __post_init__(self) -> None:
@@ -122,138 +139,108 @@ class ModelArguments:
             raise UserError("--model_name_or_path excludes --vision_path and --llm_path: give one or the others")
         if not 0.0 <= self.drop_path_rate < 1.0:
             raise UserError(f"--drop_path_rate {self.drop_path_rate}: give a probability, 0 or more and below 1")
-        for name in ("use_backbone_lora", "use_llm_lora"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--{name} {getattr(self, name)}: give the rank of LoRA, or 0 for none")
-        if not self.router_loss_coef >= 0.0:
-            raise UserError(f"--router_loss_coef {self.router_loss_coef}: give 0 or more")
-        if self.loss_chunk < 1:
-            raise UserError(f"--loss_chunk {self.loss_chunk}: give at least 1 token")
-        if self.vision_micro_tiles is not None and self.vision_micro_tiles < 1:
-            raise UserError(f"--vision_micro_tiles {self.vision_micro_tiles}: give at least 1 tile, or leave it out")
+        check_options(self, "--")
 
 
 @dataclass
-class DataTrainingArguments:
-    """Which data, how it becomes tokens and tiles, and how samples share rows."""
+class PackingArguments:
+    """How samples share rows."""
+
+    use_packed_ds: bool = option(False, "Pack several samples into one row instead of padding each.")
+    packing: str | None = option(
+        None,
+        "How rows are packed: stream (packs are planned while training reads the data), in_batch (the samples of a "
+        "micro-batch in one row) or preset (planned before by internvl-pack plan). Default: stream with "
+        "--use_packed_ds True, else not at all.",
+        choices=PACKED_WAYS,
+        page="offline.md",
+    )
+    max_packed_tokens: int = packing_option("max_packed_tokens")
+    num_images_expected: int = packing_option("num_images_expected")
+    max_seq_length: int | None = packing_option(
+        "max_seq_length",
+        help="Tokens of one sample at most; longer ones follow --oversize. Default: the token budget of a row with "
+        f"packing, {PADDED_MAX_SEQ_LENGTH} without.",
+    )
+    oversize: str = packing_option("oversize")
+    repeat_system_prompt: bool = packing_option("repeat_system_prompt")
+    max_buffer_size: int = packing_option("max_buffer_size")
+    packing_policy: str = packing_option("packing_policy")
+    max_attention_cost: int | None = packing_option("max_attention_cost")
+    pad_to_multiple_of: int = packing_option("pad_to_multiple_of")
+    strict_mode: bool = row_option("strict_mode")
+    pad_seq_to_mult: int = row_option("pad_seq_to_mult")
+    pad_cu_seqlens_to: int | None = option(
+        None,
+        "Also give the boundaries of each row at this constant length (cu_seqlens_static), for CUDA graphs.",
+        unit="boundaries",
+        at_least=2,
+    )
+    cost_model: str | None = packing_option(
+        "cost_model",
+        default=None,
+        help="Whose operations the packs of a step are balanced by: a size from 1B to 78B, or a model's config.json. "
+        "Default: the model that is trained where it is a local folder, else 1B.",
+    )
+    survey_dir: str | None = packing_option("survey_dir")
+    preset_path: str | None = option(
+        None, "With --packing preset: the folder that internvl-pack plan wrote.", page="offline.md"
+    )
+    loss_reduction: str = row_option("loss_reduction")
+    loss_reduction_all_gather: bool = option(
+        True,
+        "Divide the loss by its weights over all ranks, which makes it independent of how samples fall on them; "
+        "False: over each rank's own.",
+    )
+    log_freq: int = option(
+        1000,
+        "Optimizer steps between two reports of packing on the console; 0: only at the end.",
+        unit="steps",
+        at_least=0,
+    )
+
+
+@dataclass
+class DataTrainingArguments(PackingArguments):
+    """Which data, and how it becomes tokens and tiles."""
 
     meta_path: str | None = option(
         None,
         "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}. A preset that holds its data needs none.",
+        page="data.md",
     )
     eval_meta_path: str | None = option(
         None, "Meta file of held-out data for --do_eval (after training) and --eval_strategy; each sample once."
     )
-    conv_style: str | None = option(
-        None, "Chat format of the conversations. Default: the checkpoint's `template` if it has one, else internvl2_5."
-    )
-    max_seq_length: int | None = option(
-        None,
-        "Tokens of one sample at most; longer ones follow --oversize. Default: max_packed_tokens with packing, "
-        f"{PADDED_MAX_SEQ_LENGTH} without.",
-    )
-    force_image_size: int = option(448, "Side of a tile, pixels.")
-    down_sample_ratio: float = option(
-        0.5, "Of the vision tower's patches to tokens, a side: 0.5 gives (448/14)^2 * 0.25 = 256 tokens a tile."
-    )
-    dynamic_image_size: bool = option(
-        False, "Cut images into several tiles by their shape; otherwise one tile an image."
-    )
-    use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
-    min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.")
-    max_dynamic_patch: int = option(12, "Tiles of an image at most, without the thumbnail; several images share them.")
-    min_num_frame: int = option(8, "Frames taken of a video at least.")
-    max_num_frame: int = option(32, "Frames taken of a video at most; the number is drawn for each sample.")
+    conv_style: str | None = encode_option("conv_style")
+    force_image_size: int | None = encode_option("image_size")
+    down_sample_ratio: float | None = from_config(TileOptions, "down_sample_ratio")
+    dynamic_image_size: bool = encode_option("dynamic_image_size")
+    use_thumbnail: bool = encode_option("use_thumbnail")
+    min_dynamic_patch: int = encode_option("min_dynamic_patch")
+    max_dynamic_patch: int = encode_option("max_dynamic_patch")
+    min_num_frame: int = encode_option("min_num_frame")
+    max_num_frame: int = encode_option("max_num_frame")
+    max_image_pixels: int = encode_option("max_image_pixels")
+    allow_truncated_images: bool = encode_option("allow_truncated_images")
+    apply_exif_orientation: bool = encode_option("apply_exif_orientation")
+    transparent_background: str | None = encode_option("transparent_background")
     allow_remote: str | None = option(
         None,
         "Hosts that rows may name besides those of the meta file, with commas between; any: all public ones, none: not "
         "even those. Default: INTERNVL_PACK_ALLOW_REMOTE of the environment.",
+        page="data.md#data-by-address",
     )
     allow_outside_root: bool | None = option(
         None,
         "Rows may name files outside the root of their dataset. Default: INTERNVL_PACK_ALLOW_OUTSIDE_ROOT of the "
         "environment.",
     )
-    max_image_pixels: int = option(
-        2**26, "Width x height above which an image is refused from its header; decoding needs up to 32 bytes a pixel."
-    )
-    allow_truncated_images: bool = option(False, "Accept image files that are cut off, the missing part grey.")
-    apply_exif_orientation: bool = option(True, "Turn photographs upright as their EXIF orientation says.")
-    transparent_background: str | None = option(
-        None,
-        "Colour (white, #ff8800) that transparent pixels are composited on. Default: alpha is dropped, as in InternVL.",
-    )
-    normalize_type: Literal["imagenet", "clip", "siglip"] = option(
-        "imagenet", "Mean and deviation of pixels; the native model has ImageNet's."
-    )
-    use_packed_ds: bool = option(False, "Pack several samples into one row instead of padding each.")
-    packing: str | None = option(
-        None,
-        "How rows are packed: stream (planned while training), in_batch (the samples of a micro-batch in one row) or "
-        "preset (planned before by internvl-pack plan). Default: stream with --use_packed_ds True, else not at all.",
-    )
-    preset_path: str | None = option(None, "With --packing preset: the folder that internvl-pack plan wrote.")
-    max_packed_tokens: int = option(8192, "Token budget of a row.")
-    num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.")
-    max_buffer_size: int = option(64, "Look-ahead of the packer (records, not decoded samples).")
-    strict_mode: bool = option(
-        False, "Pad each row to max_packed_tokens with one isolated, unlabelled segment, so that all have one shape."
-    )
-    pad_to_max_length: bool = option(False, "The same as --strict_mode: rows of one static shape.")
-    pad_seq_to_mult: int = option(
-        1, "Pad each sample of a row to a multiple of this many tokens, as context parallelism and FP8 want."
-    )
-    pad_cu_seqlens_to: int | None = option(
-        None, "Also give the boundaries of each row at this constant length (cu_seqlens_static), for CUDA graphs."
-    )
-    loss_reduction: Literal["token", "sample", "square"] = option(
-        "token", "A supervised token of a sample with n of them weighs 1, 1/n or 1/sqrt(n)."
-    )
-    loss_reduction_all_gather: bool = option(
-        True,
-        "Divide the loss by its weights over all ranks, which makes it independent of how samples fall on them; "
-        "False: over each rank's own.",
-    )
-    replacement: bool = option(
-        False, "Draw samples with replacement by the datasets' weights, instead of each once an epoch."
-    )
-    use_data_resampling: bool = option(False, "Weigh datasets by the square root of their length.")
-    shuffle_buffer_size: int | None = option(
-        None,
-        "Samples shuffled together in an order that reads shard after shard, for slow disks and shards far away. "
-        "Default: all data is shuffled at once.",
-    )
-    log_freq: int = option(1000, "Report packing on the console every this many optimizer steps; 0: only at the end.")
-    survey_dir: str | None = option(
-        None,
-        "Folder of the surveyed lengths, which later runs use again. Default: INTERNVL_PACK_CACHE or the user's cache.",
-    )
-    num_lanes: int | None = option(None, "Accepted and not needed any more: all readers follow one plan.")
-    packing_policy: str = option(
-        "subset_sum", "How packs are chosen: subset_sum (fullest), greedy or next_fit (the simplest)."
-    )
-    oversize: str = option(
-        "split", "A sample that exceeds a budget: split at turns, truncate, drop (counted), or error (stops the run)."
-    )
-    repeat_system_prompt: bool = option(
-        False, "Begin each later part of a split sample with its system turn, as untrained context."
-    )
-    max_attention_cost: int | None = option(
-        None, "Sum of squared sample lengths of a row, tokens^2, at most. Bounds the slowest step. Default: no bound."
-    )
-    pad_to_multiple_of: int = option(1, "Round each sample's share of the budget up to a multiple of this many tokens.")
-    balance_reservoir: int | None = option(
-        None, "Accepted and not needed any more: packs of a step are of like cost by themselves."
-    )
-    cost_model: str | None = option(
-        None,
-        "Whose operations packs of all ranks are balanced by: 1B, 2B, 8B, 14B, 38B, 78B or a config.json. "
-        "Default: the model that is trained where it is a local folder, else 1B.",
-    )
-    on_error: Literal["skip", "stop"] = option(
-        "skip", "A sample that cannot be used: skip and count it, or stop the run."
-    )
-    max_bad_fraction: float = option(1.0, "Stop when more than this share of the samples read could not be used.")
+    replacement: bool = packing_option("replacement")
+    use_data_resampling: bool = packing_option("use_data_resampling")
+    shuffle_buffer_size: int | None = packing_option("shuffle_buffer_size")
+    on_error: str = packing_option("on_error")
+    max_bad_fraction: float = packing_option("max_bad_fraction")
 
     def __post_init__(self) -> None:
         if not self.meta_path and self.packing != PRESET:
@@ -262,50 +249,13 @@ class DataTrainingArguments:
             raise UserError(f"--meta_path {self.meta_path}: no such file")
         if self.eval_meta_path and not Path(self.eval_meta_path).is_file():
             raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file")
-        if self.normalize_type != "imagenet":
-            raise UserError(
-                f"--normalize_type {self.normalize_type}: the native InternVL is trained on ImageNet's mean and "
-                "deviation, use imagenet"
-            )
-        if not 1 <= self.min_dynamic_patch <= self.max_dynamic_patch:
-            raise UserError(
-                f"--min_dynamic_patch {self.min_dynamic_patch} and --max_dynamic_patch {self.max_dynamic_patch}: "
-                "give at least 1 and not more than the maximum"
-            )
-        if self.packing is not None:
-            if self.packing not in PACKED_WAYS:
-                raise UserError(f"--packing {self.packing}: use one of {', '.join(PACKED_WAYS)}")
-            self.use_packed_ds = True
-        if self.pad_seq_to_mult < 1:
-            raise UserError(f"--pad_seq_to_mult {self.pad_seq_to_mult}: give at least 1 token")
-        if self.pad_cu_seqlens_to is not None and self.pad_cu_seqlens_to < 2:
-            raise UserError(f"--pad_cu_seqlens_to {self.pad_cu_seqlens_to}: give at least 2 boundaries")
-        if self.log_freq < 0:
-            raise UserError(f"--log_freq {self.log_freq}: give optimizer steps, or 0 for the end only")
+        check_options(self, "--")
+        self.use_packed_ds = self.use_packed_ds or self.packing is not None
 
     @property
     def way(self) -> str:
         """How rows are made: padded, stream, in_batch or preset."""
         return self.packing or (STREAM if self.use_packed_ds else PADDED)
-
-    @property
-    def static_rows(self) -> bool:
-        """Whether every row is padded to its budget."""
-        return self.strict_mode or self.pad_to_max_length
-
-    def tokens_per_tile(self, patch_size: int) -> int:
-        """Tokens of one tile: (force_image_size / patch * down_sample_ratio)^2.
-
-        Raises:
-            UserError: the tile does not divide into whole tokens.
-        """
-        side = self.force_image_size / patch_size * self.down_sample_ratio
-        if self.force_image_size % patch_size or side < 1 or not math.isclose(side, round(side)):
-            raise UserError(
-                f"--force_image_size {self.force_image_size} with patches of {patch_size} pixels and "
-                f"--down_sample_ratio {self.down_sample_ratio} gives {side:g} tokens a side: it must be a whole number"
-            )
-        return round(side) ** 2
 
     def packing_config(self, seed: int, samples_per_row: int = 1) -> PackingConfig:
         """Budgets and order.
@@ -313,55 +263,24 @@ class DataTrainingArguments:
         Without packing the same budgets bound a sample, so that both ways train the same data. With in_batch each of
         the `samples_per_row` samples has its share of the row's, so that no micro-batch exceeds it.
         """
-        max_seq_length = self.max_seq_length
-        max_packed_tokens = self.max_packed_tokens
-        max_tiles = self.num_images_expected
+        tokens, tiles = self.max_packed_tokens, self.num_images_expected
         if self.way == PADDED:
-            max_packed_tokens = max_seq_length or PADDED_MAX_SEQ_LENGTH
+            tokens = self.max_seq_length or PADDED_MAX_SEQ_LENGTH
         elif self.way == IN_BATCH:
-            max_packed_tokens, max_tiles = max_packed_tokens // samples_per_row, max_tiles // samples_per_row
-        return PackingConfig(
-            max_packed_tokens=max_packed_tokens,
-            num_images_expected=max_tiles,
-            max_seq_length=max_seq_length,
-            max_buffer_size=self.max_buffer_size,
-            packing_policy=self.packing_policy,
-            oversize=self.oversize,
-            repeat_system_prompt=self.repeat_system_prompt,
-            max_attention_cost=self.max_attention_cost,
+            tokens, tiles = tokens // samples_per_row, tiles // samples_per_row
+        return make(
+            PackingConfig,
+            vars(self),
+            max_packed_tokens=tokens,
+            num_images_expected=tiles,
             pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult),
-            balance_reservoir=self.balance_reservoir,
-            cost_model=self.cost_model or "1B",
-            num_lanes=self.num_lanes,
             packing=self.way in (STREAM, PRESET),
             seed=seed,
-            replacement=self.replacement,
-            use_data_resampling=self.use_data_resampling,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-            on_error=self.on_error,
-            max_bad_fraction=self.max_bad_fraction,
-            survey_dir=self.survey_dir,
         )
 
-    def encode_config(self, patch_size: int) -> Any:
-        """Chat format and tiles. Imported late: help and early errors need no image library."""
-        from internvl_pack.encode.sample import EncodeConfig
-
-        return EncodeConfig(
-            conv_style=self.conv_style or "internvl2_5",
-            image_size=self.force_image_size,
-            tokens_per_tile=self.tokens_per_tile(patch_size),
-            min_dynamic_patch=self.min_dynamic_patch,
-            max_dynamic_patch=self.max_dynamic_patch,
-            use_thumbnail=self.use_thumbnail,
-            dynamic_image_size=self.dynamic_image_size,
-            min_num_frame=self.min_num_frame,
-            max_num_frame=self.max_num_frame,
-            max_image_pixels=self.max_image_pixels,
-            allow_truncated_images=self.allow_truncated_images,
-            apply_exif_orientation=self.apply_exif_orientation,
-            transparent_background=self.transparent_background,
-        )
+    def encode_config(self, checkpoint: Mapping[str, Any]) -> EncodeConfig:
+        """Chat format and tiles; what the options leave open is that of the checkpoint's config."""
+        return encode_config(vars(self), checkpoint)
 
 
 # Options of the Trainer that packing needs at one value, and why. The defaults below agree.
@@ -388,34 +307,53 @@ ACCELERATOR = {"split_batches": False, "dispatch_batches": False, "even_batches"
 class PackTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults that packing needs, checked at start."""
 
+    output_dir: str | None = option(None, "Folder of the trained model, its checkpoints and reports.")
+    learning_rate: float = option(5e-5, "Largest learning rate of the schedule.")
+    num_train_epochs: float = option(3.0, "Epochs to train; --max_steps takes precedence.")
+    bf16: bool = option(False, "Compute in bfloat16.")
+    deepspeed: dict | str | None = option(  # noqa: RUF009
+        None,
+        "DeepSpeed config: a file, or the name of one that is shipped: zero_stage1, zero_stage2, zero_stage3, "
+        "zero_stage3_offload.",
+    )
     per_device_train_batch_size: int = option(
         1,
         "Packs flattened into one row; with --packing in_batch samples of a row, without packing samples of a batch.",
+        at_least=1,
     )
-    gradient_accumulation_steps: int = option(1, "Micro-batches of each rank in one optimizer step.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches of each rank in one optimizer step.", at_least=1)
+    dataloader_num_workers: int = option(
+        0, "Reader processes of each rank; packs are the same with any number.", unit="processes", at_least=0
+    )
     average_tokens_across_devices: bool = option(False, "Must stay False: the loss is already exact over all ranks.")
     logging_nan_inf_filter: bool = option(False, "Must stay False: a loss that is not finite must show.")
     log_level_replica: str = option("error", "Level of transformers' log on ranks other than the first.")
     sequence_parallel_size: int = option(
         1,
-        "GPUs that share each packed row, for rows too long for one: its tokens and its tiles are divided among them "
-        "(docs/sequence-parallel.md). It must divide the processes; each group of so many reads rows of its own.",
+        "GPUs that share each packed row, for rows too long for one: its tokens and its tiles are divided among them. "
+        "It must divide the processes; each group of so many reads rows of its own.",
+        unit="GPUs",
+        at_least=1,
+        page="sequence-parallel.md",
     )
     sequence_parallel_mode: str = option(
         "ulysses",
         "How GPUs that share a row attend: ulysses (each to the whole row with a part of the heads, which their number "
         "must divide) or ring (keys and values go round; any number of GPUs).",
+        choices=MODES,
     )
-    logging_steps: float = option(1, "Log every this many optimizer steps.")
+    logging_steps: float = option(1, "Optimizer steps between two lines of the log.", unit="steps")
     ddp_find_unused_parameters: bool | None = option(
         False, "Search for unused parameters at every step: never needed, all take part in every row."
     )
     remove_unused_columns: bool = option(False, "Must stay False: rows carry columns that the Trainer does not know.")
     save_only_model: bool = option(False, "Checkpoints without optimizer state and without the data's: no resume.")
-    save_format: Literal["hf", "internvl"] = option(
+    save_format: str = option(
         "hf",
         "Format of the model that is saved: transformers' InternVLForConditionalGeneration, or InternVL's own "
         "InternVLChatModel, with the other files of --model_name_or_path where that is one.",
+        choices=("hf", "internvl"),
+        page="checkpoints.md",
     )
     merge_lora: bool = option(
         True,
@@ -426,6 +364,12 @@ class PackTrainingArguments(TrainingArguments):
         False,
         "Start anew although output_dir holds checkpoints, whose places those of this run take. False: go on from the "
         "newest complete one. --resume_from_checkpoint says otherwise.",
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "Checkpoint folder to go on from, auto for the newest complete one in output_dir, or False. Default: as "
+        "--overwrite_output_dir says.",
+        page="resume.md",
     )
     resume_ignore_options: bool = option(
         False, "Resume although options that the order of packs depends on have changed: the order then differs."
@@ -443,20 +387,13 @@ class PackTrainingArguments(TrainingArguments):
             given = getattr(self, name)
             if given != value and given not in (None, "", [], False):
                 raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out, or {value}")
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)}: give at least 1")
-        if self.dataloader_num_workers < 0:
-            raise UserError(f"--dataloader_num_workers {self.dataloader_num_workers}: give 0 or more processes")
+        check_options(self, "--")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
         if self.save_only_model and self.resume_from_checkpoint:
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
         if self.resume_from_checkpoint is None and not (self.overwrite_output_dir or self.save_only_model):
             self.resume_from_checkpoint = "auto"
-        if self.sequence_parallel_size < 1:
-            check_world(1, self.sequence_parallel_size)
-        check_mode(self.sequence_parallel_mode)
         self._check_accelerator()
         if isinstance(self.deepspeed, str):
             self.deepspeed = str(find_deepspeed_config(self.deepspeed))
@@ -538,17 +475,6 @@ def find_deepspeed_config(name: str) -> Path:
     raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")
 
 
-def option_names() -> list[str]:
-    """Every option of the three dataclasses."""
-    return [
-        f.name for cls in (ModelArguments, DataTrainingArguments, PackTrainingArguments) for f in fields(cls) if f.init
-    ]
-
-
-def _value(option: Any) -> Any:
-    return getattr(option, "value", option)
-
-
 def _checkpointing(value: str | bool) -> str | bool:
     """Of --grad_checkpoint: whether, or AUTO.
 
@@ -559,6 +485,6 @@ def _checkpointing(value: str | bool) -> str | bool:
     if word == AUTO:
         return AUTO
     try:
-        return string_to_bool(word)
+        return boolean(word)
     except ArgumentTypeError:
         raise UserError(f"--grad_checkpoint {value}: give True, False or {AUTO}") from None

@@ -106,17 +106,17 @@ RULES: tuple[Rule, ...] = (
             _changed(name, default),
             f"--{name} without packing: it is about packed rows; leave it out, or use --packing stream",
         )
-        for name, default in {"pad_seq_to_mult": 1, "pad_cu_seqlens_to": None, "pad_to_max_length": False}.items()
+        for name, default in {"pad_seq_to_mult": 1, "pad_cu_seqlens_to": None}.items()
     ),
     Rule(
         PACKED_WAYS,
-        lambda o: o["pad_cu_seqlens_to"] is not None and not (o["pad_to_max_length"] or o["strict_mode"]),
-        "--pad_cu_seqlens_to without --pad_to_max_length: rows whose lengths differ have no static shape",
+        lambda o: o["pad_cu_seqlens_to"] is not None and not o["strict_mode"],
+        "--pad_cu_seqlens_to without --strict_mode True: rows whose lengths differ have no static shape",
     ),
     Rule(
         PACKED_WAYS,
-        lambda o: o["max_packed_tokens"] % max(1, o["pad_seq_to_mult"]) != 0 and bool(o["pad_to_max_length"]),
-        "--pad_to_max_length with --pad_seq_to_mult {pad_seq_to_mult}: --max_packed_tokens {max_packed_tokens} is no "
+        lambda o: o["max_packed_tokens"] % max(1, o["pad_seq_to_mult"]) != 0 and o["strict_mode"],
+        "--strict_mode True with --pad_seq_to_mult {pad_seq_to_mult}: --max_packed_tokens {max_packed_tokens} is no "
         "multiple of it, so the pad at the end would not be either",
     ),
 )

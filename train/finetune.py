@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig, TrainerCallback, set_seed
 from internvl_pack import PresetDataset, in_batch_collate_fn
 from internvl_pack.batch.collate import padded_collate_fn
 from internvl_pack.checkpoints import tokenizers
-from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of, patch_size_of
+from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model, check_loadable
@@ -225,7 +225,7 @@ def make_data(
         UserError: the data, the tokenizer or the budgets do not fit.
     """
     tokenizer = load_tokenizer(model_args)
-    encode = data_args.encode_config(patch_size(model_args))
+    encode = data_args.encode_config(vision_config(model_args))
     place = {"rank": ranks.data_rank, "world_size": ranks.data_ranks}
     train: PackedDataset
     if data_args.way == PRESET:
@@ -266,15 +266,15 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
     return tokenizer
 
 
-def patch_size(model_args: ModelArguments) -> int:
-    """Pixels along a patch of the vision tower, from the checkpoint's config; 14 where it does not say."""
+def vision_config(model_args: ModelArguments) -> dict[str, Any]:
+    """The config of the checkpoint that the vision tower is taken from."""
     option = "model_name_or_path" if model_args.model_name_or_path else "vision_path"
     path = getattr(model_args, option)
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
         raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
-    return patch_size_of(config)
+    return config
 
 
 def make_held_out(
@@ -314,7 +314,7 @@ def make_collator(
     """
     packs = 1 if data_args.way == IN_BATCH else args.per_device_train_batch_size
     padding: dict[str, Any] = {
-        "pad_to": data_args.max_packed_tokens * packs if data_args.static_rows else None,
+        "pad_to": data_args.max_packed_tokens * packs if data_args.strict_mode else None,
         "pad_seq_to_mult": data_args.pad_seq_to_mult,
         "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
     }

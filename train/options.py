@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
+from argparse import SUPPRESS, HelpFormatter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from transformers import HfArgumentParser
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
 
 from internvl_pack.errors import UserError
+from internvl_pack.options import add_options, options_of, unknown_option
 
-from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments, option_names
+from .arguments import DataTrainingArguments, ModelArguments, PackingArguments, PackTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 # Flags of older scripts, and the flag that took their place.
-RENAMED = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}
+RENAMED = {
+    "warmup_ratio": "warmup_steps",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "pad_to_max_length": "strict_mode",
+}
 # Flags of older scripts that have no effect any more, and why leaving them out is right.
 DROPPED = {
     "group_by_length": "--use_packed_ds True makes rows of equal length",
@@ -34,6 +42,9 @@ DROPPED = {
     "unfreeze_lm_head": "the head is trained or frozen with the language model",
     "use_custom_flash_attn": "packed attention takes the fastest kernel there is, see --attn_kernel",
     "use_liger": "--loss_kernel auto takes liger-kernel's loss where it is installed",
+    "normalize_type": "pixels are normalised by ImageNet's mean and deviation",
+    "num_lanes": "all readers follow one plan",
+    "balance_reservoir": "packs of a step are of like cost by themselves",
 }
 
 
@@ -52,7 +63,31 @@ REFUSED: dict[str, Callable[[str], str | None]] = {
     "ps_version": _unless("v2", "the native model shuffles pixels as v2 does: take a checkpoint of that kind"),
     "vision_select_layer": _unless("-1", "the checkpoint's config says which layer: set vision_feature_layer there"),
     "unfreeze_lm_head": _if_true("the head is trained with the language model: use --freeze_llm False"),
+    "normalize_type": _unless(
+        "imagenet", "the native InternVL is trained on ImageNet's mean and deviation: use imagenet"
+    ),
 }
+# Our options, by the headings of help and docs/options.md.
+GROUPS = {
+    "Packing": PackingArguments,
+    "Data": DataTrainingArguments,
+    "Model": ModelArguments,
+    "Training": PackTrainingArguments,
+}
+KINDS = (ModelArguments, DataTrainingArguments, PackTrainingArguments)
+# The options that help shows first.
+FIRST = (
+    "model_name_or_path",
+    "meta_path",
+    "output_dir",
+    "use_packed_ds",
+    "max_packed_tokens",
+    "num_images_expected",
+    "dynamic_image_size",
+    "learning_rate",
+    "bf16",
+    "deepspeed",
+)
 # What preference optimisation needs that is not here.
 PREFERENCES = (
     "preference optimisation (MPO, DPO) is not done here: it needs pairs of a chosen and a rejected answer and the "
@@ -66,50 +101,86 @@ GONE = {
 }
 
 
-class _Parser(HfArgumentParser):
+class Parser(HfArgumentParser):
+    """Our options by their declarations, in groups, and transformers' TrainingArguments."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TrainingArguments,  # type: ignore[arg-type]  # its own type asks for an instance
+            prog="finetune.py",
+            usage="finetune.py [FILE.json|FILE.yaml] [--OPTION VALUE ...]",
+            description="Fine-tune InternVL on packed or padded rows. Options may stand in a JSON or YAML file; those "
+            "of the command line take precedence.",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            conflict_handler="resolve",  # our declarations replace transformers'
+        )
+        for action in self._actions:
+            if action.dest != "help":
+                action.help = SUPPRESS
+        first = self.add_argument_group("the ten that matter first")
+        for name in FIRST:
+            add_options(first, next(kind for kind in KINDS if name in kind.__dataclass_fields__), name)
+        ours = grouped_options()
+        for title, names in ours.items():
+            add_options(self.add_argument_group(title.lower()), GROUPS[title], *(n for n in names if n not in FIRST))
+        shown = {name for names in ours.values() for name in names}
+        others = sorted(f.name for f in fields(TrainingArguments) if f.init and f.name not in shown)
+        self.epilog = f"Options of transformers' TrainingArguments work as well: {', '.join(others)}."
+
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
 
 
+def grouped_options() -> dict[str, list[str]]:
+    """Our options by the heading under which help and docs/options.md show them."""
+    groups: dict[str, list[str]] = {}
+    for title, kind in GROUPS.items():
+        shown = {name for names in groups.values() for name in names}
+        groups[title] = [name for name, *_ in options_of(kind) if name not in shown]
+    return groups
+
+
+def option_names() -> list[str]:
+    """Every option of finetune.py."""
+    return [f.name for kind in KINDS for f in fields(kind) if f.init]
+
+
 def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, PackTrainingArguments]:
-    """The three groups of options from a command line, or from one JSON file of options.
+    """The three groups of options from a command line, which may begin with a file of options.
 
     Raises:
         UserError: an unknown option or a value it cannot have; names it.
     """
-    kinds: Any = (ModelArguments, DataTrainingArguments, PackTrainingArguments)  # its own type asks for instances
-    parser = _Parser(
-        kinds,
-        prog="finetune",
-        description="Fine-tune InternVL on packed or padded rows; transformers' TrainingArguments work too.",
-        allow_abbrev=False,
-    )
-    if len(argv) == 1 and argv[0].endswith(".json"):
-        argv = words_of(argv[0])
-    parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(
-        modernise(argv), return_remaining_strings=True, look_for_args_file=False
-    )
-    model_args, data_args, training_args, rest = parsed
-    unknown = [word for word in rest if word.startswith("--")] or rest
+    if argv and not argv[0].startswith("-"):
+        argv = [*words_of(argv[0]), *argv[1:]]
+    values, rest = Parser().parse_known_args(modernise(argv))
+    unknown = [word for word in rest if word.startswith("--")]
     if unknown:
-        raise UserError(unknown_option(unknown[0]))
-    return model_args, data_args, training_args
+        raise UserError(unknown_option(unknown[0], option_names(), "finetune.py"))
+    if rest:
+        raise UserError(f"{rest[0]!r} is neither an option nor the value of one: give --OPTION VALUE")
+    model, data, training = ({f.name: getattr(values, f.name) for f in fields(kind) if f.init} for kind in KINDS)
+    return ModelArguments(**model), DataTrainingArguments(**data), PackTrainingArguments(**training)
 
 
 def words_of(path: str) -> list[str]:
-    """A JSON file of options as a command line, so that both are checked alike; null leaves an option out.
+    """A file of options as a command line, so that both are checked alike; null leaves an option out.
 
     Raises:
-        UserError: no such file, or not one JSON object.
+        UserError: no such file, or no options in it.
     """
+    if not path.endswith((".json", ".yaml", ".yml")):
+        raise UserError(f"{path!r} is no option: give --OPTION VALUE, or a file of options, .json or .yaml, first")
     try:
-        options = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        options = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{path}: the file of options cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not {'JSON' if path.endswith('.json') else 'YAML'}: {error}") from error
     if not isinstance(options, dict):
-        raise UserError(f"{path}: give one JSON object of options")
+        raise UserError(f"{path}: give one object of options, name: value")
     words = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
@@ -171,11 +242,3 @@ def check_dropped(name: str, value: str) -> None:
     why = REFUSED.get(name, lambda value: None)(value)
     if why is not None:
         raise UserError(f"--{name} {value}: {why}, and leave the flag out")
-
-
-def unknown_option(word: str) -> str:
-    """The message for an option that does not exist, with the nearest one that does."""
-    name = word.partition("=")[0].lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(name, option_names(), n=1)
-    hint = f"did you mean --{near[0]}?" if near else "finetune.py --help lists them all"
-    return f"unknown option {word!r}: {hint}"

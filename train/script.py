@@ -21,9 +21,10 @@ from pathlib import Path
 
 from internvl_pack.encode.formats import known_templates
 from internvl_pack.errors import UserError
+from internvl_pack.options import unknown_option
 
-from .arguments import find_deepspeed_config, option_names
-from .options import translate, unknown_option
+from .arguments import find_deepspeed_config
+from .options import option_names, translate
 
 PROGRAM = re.compile(r"(?:.*/)?internvl_chat_(\w+)\.py")
 FINETUNE = Path(__file__).resolve().parent / "finetune.py"
@@ -117,7 +118,7 @@ def _check_names(words: list[str]) -> None:
     known = set(option_names())
     for word in words:
         if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") not in known:
-            raise UserError(unknown_option(word))
+            raise UserError(unknown_option(word, known, "finetune.py"))
 
 
 def _notes_on_values(words: list[str]) -> list[str]:

@@ -1,43 +1,53 @@
-"""Options that several commands have: finetune.py's names and defaults, and what is made of them."""
+"""Options that several commands share, filled from training's declarations, and what is made of their values."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import NOT_NEEDED, PackingConfig, RowOptions
+from ..encode.sample import EncodeConfig
+from ..encode.tiles import TileOptions
 from ..errors import UserError
+from ..options import add_argument, add_options, make, option
 from ..sources import Source
+from ..survey.table import root_of
 
 if TYPE_CHECKING:
     from ..samples import Samples
     from ..survey.survey import Survey
 
-
-def option(group: Any, name: str, kind: Any, default: Any, text: str) -> None:
-    """An option by finetune's name, written with `_` or `-`."""
-    shown = f" (default: {default})" if default is not None else ""
-    group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, help=text + shown)
+BUDGETS = ("max_packed_tokens", "num_images_expected", "max_seq_length")
+STAND_IN = "a small one built from the data stands in: token counts differ from the model's"
 
 
-def flag(group: Any, name: str, text: str) -> None:
-    """One that is False, and True where it is given without a value."""
-    group.add_argument(
-        f"--{name}", f"--{name.replace('_', '-')}", type=boolean, nargs="?", const=True, default=False, help=text
+@dataclass(kw_only=True)
+class StepOptions:
+    """Where a run is trained: what its optimizer steps consist of."""
+
+    ranks: int = option(1, "Data-parallel processes.", unit="ranks", at_least=1)
+    per_device_train_batch_size: int = option(1, "Packs flattened into one row.", unit="packs", at_least=1)
+    gradient_accumulation_steps: int = option(
+        1, "Rows of a rank that share an optimizer step.", unit="rows", at_least=1
+    )
+    dataloader_num_workers: int = option(
+        0, "Reader processes of each rank; packs are the same with any number.", unit="processes", at_least=0
     )
 
-
-def boolean(text: str) -> bool:
-    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"give True or False, not {text!r}")
-    return values[text.lower()]
+    @property
+    def packs(self) -> int:
+        """Of an optimizer step, over all ranks."""
+        return self.ranks * self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=int, default=None, help="processes (default: one a CPU core, 8 at most; 0: in this process)"
+        "--workers", type=int, metavar="N", help="Processes. Default: one a CPU core, 8 at most; 0: in this process."
     )
 
 
@@ -49,59 +59,90 @@ def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
     """
     if args.workers is None:
         return 0 if small else min(8, os.cpu_count() or 1)
-    if args.workers < 0:
-        raise UserError(f"--workers must be at least 0, not {args.workers}")
+    check_at_least(args, 0, "workers")
     return args.workers
 
 
-def add_encoding(group: Any) -> None:
-    """How samples become tokens and tiles; the defaults are those of training."""
-    option(group, "conv_style", str, None, "chat format (default: the checkpoint's `template`, else internvl2_5)")
-    option(group, "force_image_size", int, 448, "side of a tile, pixels")
-    option(group, "down_sample_ratio", float, 0.5, "of patches to tokens, a side")
-    option(group, "min_dynamic_patch", int, 1, "tiles of an image at least, without the thumbnail")
-    option(group, "max_dynamic_patch", int, 12, "tiles of an image at most, without the thumbnail")
-    option(group, "dynamic_image_size", boolean, False, "cut images into several tiles")
-    option(group, "use_thumbnail", boolean, False, "add the whole image as one more tile")
-    option(group, "min_num_frame", int, 8, "frames of a video at least")
-    option(group, "max_num_frame", int, 32, "frames of a video at most")
-    option(group, "max_image_pixels", int, None, "width x height above which an image is refused")
-    flag(group, "allow_truncated_images", "accept images that are cut off or damaged")
-    option(group, "apply_exif_orientation", boolean, True, "turn photographs upright")
-    option(group, "transparent_background", str, None, "colour that transparent pixels are composited on")
+def add_encoding(parser: argparse.ArgumentParser, tokenizer: str = "", *, required: bool = False) -> None:
+    """How samples become tokens and tiles.
+
+    Args:
+        tokenizer: what to add to the help of that option, such as what its default is.
+    """
+    group = parser.add_argument_group("how samples become tokens and tiles: as given to training")
+    group.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        required=required,
+        help="The model's checkpoint, whose chat format and tile sizes are the defaults, or a tokenizer. " + tokenizer,
+    )
+    add_options(group, EncodeConfig)
+    add_options(group, TileOptions)
 
 
-def encode_config(args: argparse.Namespace) -> Any:
-    """The `EncodeConfig` of `add_encoding`'s options; chat format and patches are the checkpoint's, as in training.
+def add_run_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """All that decides on the packs of a training run; returns the group of its rows."""
+    add_encoding(parser, f"Default: {STAND_IN}.")
+    rows = parser.add_argument_group("how samples share rows: as given to training")
+    names = PackingConfig.__dataclass_fields__.keys() - {"on_error", "max_bad_fraction"}
+    add_options(rows, PackingConfig, *names)
+    add_not_needed(rows)
+    add_options(parser.add_argument_group("where it is trained"), StepOptions)
+    return rows
+
+
+def add_not_needed(parser: Any) -> None:
+    """Options of earlier releases, which are accepted."""
+    for name in NOT_NEEDED:
+        add_argument(parser, name, type=int, help=argparse.SUPPRESS)
+
+
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Check the options that have a lower bound.
+
+    Raises:
+        UserError: one is below `least`; names it.
+    """
+    for name in names:
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is {getattr(args, name)}: give at least {least}")
+
+
+def packing_config(args: argparse.Namespace, **changes: Any) -> PackingConfig:
+    """The packing options of a command.
+
+    Raises:
+        UserError: an option has a value that is not allowed; names it.
+    """
+    given = {name: getattr(args, name) for name in NOT_NEEDED if hasattr(args, name)} | changes
+    if hasattr(args, "pad_seq_to_mult"):
+        padded = make(RowOptions, vars(args)).pad_seq_to_mult
+        given["pad_to_multiple_of"] = math.lcm(args.pad_to_multiple_of, padded)
+    return make(PackingConfig, vars(args), **given)
+
+
+def survey_root(args: argparse.Namespace) -> Path | None:
+    """Where lengths are kept; nowhere for a tokenizer that stands in: no run would find them."""
+    return root_of(args.survey_dir) if args.tokenizer else None
+
+
+def shown_options(args: argparse.Namespace, *names: str) -> list[tuple[str, str]]:
+    """Options and their values, for a report."""
+    return [(f"--{name}", str(value)) for name in names if (value := getattr(args, name)) is not None]
+
+
+def encode_config(args: argparse.Namespace) -> EncodeConfig:
+    """Of `add_encoding`'s options; what they leave open is the checkpoint's, as in training.
 
     Raises:
         UserError: options that cannot be used, or a chat format of the checkpoint that is not known here.
     """
-    from ..encode.sample import EncodeConfig
-    from ..encode.tiles import tokens_per_tile
+    from ..checkpoints import encoding
+    from ..checkpoints.internvl_format_files import chat_style, config_of
 
-    style, patch_size = args.conv_style or EncodeConfig.conv_style, 14
-    if args.tokenizer:
-        from ..checkpoints.internvl_format_files import chat_style, config_of, patch_size_of
-
-        config = config_of(args.tokenizer)
-        style, patch_size = chat_style(args.conv_style, config), patch_size_of(config)
-    limit = args.max_image_pixels
-    return EncodeConfig(
-        conv_style=style,
-        image_size=args.force_image_size,
-        tokens_per_tile=tokens_per_tile(args.force_image_size, patch_size, args.down_sample_ratio),
-        min_dynamic_patch=args.min_dynamic_patch,
-        max_dynamic_patch=args.max_dynamic_patch,
-        dynamic_image_size=args.dynamic_image_size,
-        use_thumbnail=args.use_thumbnail,
-        min_num_frame=args.min_num_frame,
-        max_num_frame=args.max_num_frame,
-        max_image_pixels=EncodeConfig.max_image_pixels if limit is None else limit,
-        allow_truncated_images=args.allow_truncated_images,
-        apply_exif_orientation=args.apply_exif_orientation,
-        transparent_background=args.transparent_background,
-    )
+    checkpoint = config_of(args.tokenizer)
+    options = vars(args) | {"conv_style": chat_style(args.conv_style, checkpoint)}
+    return encoding.encode_config(options, checkpoint)
 
 
 def open_samples(args: argparse.Namespace) -> Samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -12,11 +12,24 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..model.flops import peak_flops
 from ..model.memory import Sizes, memory
+from ..options import add_options, make, option
 from ..packing.cost import SIZES, CostModel, model_config
-from ._options import add_encoding, flag, option
+from ._options import add_encoding, check_at_least, packing_config
 from .simulate import lengths_of
 
 HELP = "Estimate memory of a GPU by part and the time of an epoch from a model's config and lengths."
+
+
+@dataclass(kw_only=True)
+class EstimateOptions:
+    """What is estimated."""
+
+    gpus: int = option(1, "Processes that train.", unit="GPUs", at_least=1)
+    zero: int = option(1, "Stage of ZeRO; 0: without.", at_least=0, at_most=3)
+    grad_checkpoint: bool = option(False, "Every layer computes its activations again in the backward pass.")
+    compile: bool = option(False, "Layers are compiled, as by training's --compile.")
+    card: str = option("H200", "Name of the GPU.")
+    mfu: float = option(0.35, "Share of the GPU's peak that whole steps reach; docs/measurements.md has some.")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,25 +39,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a meta file, or a CSV file with the columns num_tokens,num_tiles, a row a sample of an epoch; - for "
         "standard input",
     )
-    parser.add_argument("--tokenizer", metavar="PATH", help="of a meta file: the model's checkpoint or tokenizer")
-    add_encoding(parser.add_argument_group("of a meta file: how samples become tokens and tiles"))
-    option(parser, "gpus", int, 1, "processes that train")
-    option(parser, "zero", int, 1, "stage of ZeRO; 0: without")
-    option(parser, "max_packed_tokens", int, 8192, "token budget of a row")
-    option(parser, "num_images_expected", int, 40, "tile budget of a row")
-    flag(parser, "grad_checkpoint", "every layer computes its activations again")
-    flag(parser, "compile", "with --compile")
-    option(parser, "card", str, "H200", "name of the card")
-    option(parser, "mfu", float, 0.35, "share of the card's peak that whole steps reach; docs/measurements.md has some")
+    add_options(parser, EstimateOptions)
+    add_options(parser, PackingConfig, "max_packed_tokens", "num_images_expected")
+    add_encoding(parser, "Needed by a meta file.")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("gpus", 1), ("max_packed_tokens", 1), ("num_images_expected", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} {getattr(args, name)}: give at least {least}")
-    if args.zero not in (0, 1, 2, 3):
-        raise UserError(f"--zero {args.zero}: give a stage of ZeRO, 1 to 3, or 0 for none")
+    make(EstimateOptions, vars(args))
+    check_at_least(args, 1, "num_images_expected")
     if not 0.0 < args.mfu <= 1.0:
         raise UserError(f"--mfu {args.mfu}: give a share of the card's peak, above 0 and at most 1")
     peak = peak_flops(args.card)
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             f"--card {args.card}: its peak is not known; give H100, H200, B200 or another of model/flops.py"
         )
     cost = CostModel.from_name(args.model)
-    config = PackingConfig(max_packed_tokens=args.max_packed_tokens, num_images_expected=args.num_images_expected)
+    config = packing_config(args)
     each_tokens, each_tiles = lengths_of(args, config)[0].sizes()
     tokens, tiles = int(each_tokens.sum()), int(each_tiles.sum())
     operations = float(cost.of(each_tokens.astype(np.float64), each_tiles.astype(np.float64)).sum())

@@ -10,12 +10,22 @@ from typing import Any, NamedTuple
 
 from ..config import PackingConfig
 from ..errors import UserError
+from ..options import add_options
 from ..sources import jsonl, shard_index
 from ..sources.files import Stamp, stamp_of
 from ..sources.index import BadIndexError
 from ..sources.meta import DatasetSpec, load_meta
 from ..survey.workers import in_order
-from ._options import add_encoding, add_workers, measure_with_bar, num_workers, open_samples, option
+from ._options import (
+    BUDGETS,
+    add_encoding,
+    add_workers,
+    measure_with_bar,
+    num_workers,
+    open_samples,
+    packing_config,
+    survey_root,
+)
 
 HELP = "Index the annotation files and shards of a meta file; with --lengths also survey all samples."
 
@@ -43,14 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", action="store_true", help="survey all samples, too: runs with the same options begin with that"
     )
-    run = parser.add_argument_group("options of the run that --lengths surveys for")
-    run.add_argument("--tokenizer", metavar="PATH", help="the model's checkpoint or tokenizer")
-    add_encoding(run)
-    defaults = PackingConfig()
-    option(run, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
-    option(run, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
-    option(run, "max_seq_length", int, None, "tokens of one sample at most")
-    option(run, "survey_dir", str, None, "folder of the lengths (default: INTERNVL_PACK_CACHE, or the user's cache)")
+    add_encoding(parser, "Needed by --lengths.")
+    rows = parser.add_argument_group("budgets of the run that --lengths surveys for")
+    add_options(rows, PackingConfig, *BUDGETS, "survey_dir")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,15 +91,9 @@ def run(args: argparse.Namespace) -> int:
 def survey_lengths(args: argparse.Namespace, processes: int) -> None:
     """Measure all samples that the survey does not know, with a bar and a line of what was found."""
     from ..survey.survey import Survey
-    from ..survey.table import root_of
 
-    config = PackingConfig(
-        max_packed_tokens=args.max_packed_tokens,
-        num_images_expected=args.num_images_expected,
-        max_seq_length=args.max_seq_length,
-    )
     samples = open_samples(args)
-    survey = Survey(samples, config.room, root_of(args.survey_dir))
+    survey = Survey(samples, packing_config(args).room, survey_root(args))
     known = survey.num_known
     started = time.perf_counter()
     measure_with_bar(survey, processes if known < samples.num_rows else 0)

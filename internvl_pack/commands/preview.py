@@ -9,9 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..config import RowOptions
 from ..errors import UserError
-from ._options import boolean, open_with_tokenizer, option
-from ._run import STAND_IN, add_run_options, check_at_least, packing_config, shown_options
+from ..options import add_options, make
+from ._options import (
+    STAND_IN,
+    StepOptions,
+    add_run_options,
+    check_at_least,
+    open_with_tokenizer,
+    packing_config,
+    shown_options,
+)
 
 HELP = "Show packs as training will get them: texts, tiles, boundaries and loss weights on one page."
 
@@ -42,18 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packs", type=int, default=8, help="rows to show, from the epoch's first (default: 8)")
     parser.add_argument("--out", metavar="FILE", required=True, help="the page, one HTML file")
     parser.add_argument("--json", action="store_true", help="print what was shown as one JSON object on the last line")
-    add_run_options(parser)
-    option(
-        parser,
-        "loss_reduction",
-        str,
-        "token",
-        "a supervised token of n weighs 1, 1/n or 1/sqrt(n): token, sample, square",
-    )
-    option(parser, "strict_mode", boolean, False, "pad each row to the budget")
-    option(parser, "epoch", int, 0, "whose order is shown")
-    option(parser, "rank", int, 0, "whose rows are shown")
-    option(parser, "preset_path", str, None, "rows of a preset that internvl-pack plan wrote")
+    add_options(add_run_options(parser), RowOptions)
+    parser.add_argument("--epoch", type=int, default=0, metavar="N", help="Whose order is shown. Default: 0.")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="Whose rows are shown. Default: 0.")
+    parser.add_argument("--preset_path", metavar="DIR", help="Rows of a preset that internvl-pack plan wrote.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,29 +107,27 @@ def _target(name: str) -> Path:
 
 def build(args: argparse.Namespace) -> tuple[Any, Any]:
     """(loader, tokenizer): the loader of one rank as finetune.py builds it, reading in this process."""
-    from ..batch.loss_weights import check_loss_reduction
     from ..stream.dataset import PackedDataset
     from ..stream.loader import build_loader
 
-    check_loss_reduction(args.loss_reduction)
-    config = packing_config(args)
-    if args.rank >= args.ranks:
-        raise UserError(f"--rank {args.rank} of --ranks {args.ranks}: give one from 0 to {args.ranks - 1}")
+    config, rows, step = packing_config(args), make(RowOptions, vars(args)), make(StepOptions, vars(args))
+    if args.rank >= step.ranks:
+        raise UserError(f"--rank {args.rank} of --ranks {step.ranks}: give one from 0 to {step.ranks - 1}")
     samples, tokenizer = open_with_tokenizer(args)
-    place = {"rank": args.rank, "world_size": args.ranks}
+    place = {"rank": args.rank, "world_size": step.ranks}
     if args.preset_path:
         from ..stream.preset_dataset import PresetDataset
 
         dataset: PackedDataset = PresetDataset(args.preset_path, samples, config, **place)
     else:
         dataset = PackedDataset(samples, config=config, **place)
-    packs = args.per_device_train_batch_size
+    packs = step.per_device_train_batch_size
     loader = build_loader(
         dataset,
         packs_per_batch=packs,
-        accumulation=args.gradient_accumulation_steps,
-        loss_reduction=args.loss_reduction,
-        pad_to=config.max_packed_tokens * packs if args.strict_mode else None,
-        pad_seq_to_mult=args.pad_seq_to_mult,
+        accumulation=step.gradient_accumulation_steps,
+        loss_reduction=rows.loss_reduction,
+        pad_to=config.max_packed_tokens * packs if rows.strict_mode else None,
+        pad_seq_to_mult=rows.pad_seq_to_mult,
     )
     return loader, tokenizer

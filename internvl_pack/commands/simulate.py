@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,42 @@ from ..errors import UserError
 from ..estimate.epochs import PackingEstimate
 from ..estimate.simulate import LengthTable, read_lengths, report, simulate, surveyed_lengths
 from ..estimate.suggest import TOKEN_BUDGETS, suggest
-from ..packing.cost import SIZES, CostModel
-from ..packing.policies import POLICIES
-from ..packing.split import OVERSIZE
+from ..options import add_argument, add_options, make, option
+from ..packing.cost import CostModel
 from ..survey.survey import Survey
 from ..survey.table import root_of
-from ._options import add_encoding, measure_with_bar, open_samples, option
+from ._options import add_encoding, check_at_least, measure_with_bar, open_samples, packing_config
 
 HELP = "Pack an epoch of lengths and show how full, fair and even its packs are; --suggest chooses budgets."
 SUGGEST_SAMPLES = 20_000  # that a grid of budgets is tried on
+
+PACKING = (
+    *("max_packed_tokens", "num_images_expected", "oversize", "max_buffer_size", "packing_policy"),
+    *("max_attention_cost", "pad_to_multiple_of", "cost_model", "seed"),
+)
+# Names of earlier releases, and training's.
+RENAMED = (
+    ("policy", "packing_policy", str),
+    ("buffer_size", "max_buffer_size", int),
+    ("model_size", "cost_model", str),
+)
+
+
+@dataclass(kw_only=True)
+class SimulateOptions:
+    """What is simulated."""
+
+    ranks: int = option(64, "Ranks that step together.", unit="ranks", at_least=1)
+    workers: int | None = option(None, "Accepted; the steps are the same with any number of readers.", at_least=0)
+    global_batch: int | None = option(
+        None, "Packs of an optimizer step over all ranks. Default: one a rank.", unit="packs", at_least=1
+    )
+    samples: int | None = option(
+        None,
+        "Samples of the epoch, drawn from the lengths with --seed. Default: all, in order.",
+        unit="samples",
+        at_least=1,
+    )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,49 +58,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="CSV file with the columns num_tokens,num_tiles (num_images helps where samples are cut), - for standard "
         "input, or a meta file (JSON), whose images are then read by their headers and texts by --tokenizer",
     )
-    option(parser, "max_packed_tokens", int, 8192, "token budget of a row")
-    option(parser, "num_images_expected", int, 40, "tile budget of a row")
-    option(parser, "max_attention_cost", int, None, "sum of squared sample lengths of a row at most")
-    option(parser, "pad_to_multiple_of", int, 1, "round each sample's share of the budget up to this many tokens")
-    option(parser, "buffer_size", int, 64, "look-ahead, samples")
-    option(parser, "policy", str, "subset_sum", f"one of {', '.join(POLICIES)}")
-    option(parser, "ranks", int, 64, "ranks that step together")
-    option(parser, "workers", int, None, "reader processes a rank: the steps are the same with any number")
-    option(parser, "global_batch", int, None, "packs of an optimizer step over all ranks (default: one a rank)")
-    option(
-        parser,
-        "samples",
-        int,
-        None,
-        "samples of the epoch, drawn from the lengths with --seed (default: all, in order)",
-    )
-    option(parser, "model_size", str, "1B", f"{' | '.join(SIZES)}, or a model's config.json: what packs cost")
-    option(parser, "oversize", str, "split", f"what exceeds a budget: {', '.join(OVERSIZE)}")
-    option(parser, "seed", int, 0, "of the drawing and of the order of steps")
+    add_options(parser, PackingConfig, *PACKING)
+    add_options(parser, SimulateOptions)
+    for old, name, kind in RENAMED:
+        add_argument(parser, old, dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--suggest", action="store_true", help="try a grid of budgets and say which to use and why")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    meta = parser.add_argument_group("for a meta file")
-    option(meta, "tokenizer", str, None, "the model's checkpoint or tokenizer")
-    add_encoding(meta)
+    add_encoding(parser, "Needed by a meta file.")
 
 
 def run(args: argparse.Namespace) -> int:
-    cost = CostModel.from_name(args.model_size)
-    config = PackingConfig(
-        max_packed_tokens=args.max_packed_tokens,
-        num_images_expected=args.num_images_expected,
-        max_attention_cost=args.max_attention_cost,
-        pad_to_multiple_of=args.pad_to_multiple_of,
-        max_buffer_size=args.buffer_size,
-        packing_policy=args.policy,
-        oversize=args.oversize,
-        seed=args.seed,
-    )
-    if args.samples is not None and args.samples < 1:
-        raise UserError(f"--samples is {args.samples}: give at least 1")
+    cost = CostModel.from_name(args.cost_model)
+    config = packing_config(args)
+    make(SimulateOptions, vars(args))
     if args.workers is not None:
-        if args.workers < 0:
-            raise UserError(f"--workers is {args.workers}: give at least 0")
+        check_at_least(args, 0, "workers")
         print("--workers makes no difference: the steps are the same with any number of readers", file=sys.stderr)
     lengths, largest_image = lengths_of(args, config)
     if args.samples is not None:
@@ -128,8 +128,8 @@ def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
     r = report(epoch)
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(epoch.refused.items()))
     lines = [
-        f"{epoch.budget[0]:,} tokens and {epoch.budget[1]} tiles a row, policy {args.policy}, look-ahead "
-        f"{args.buffer_size}",
+        f"{epoch.budget[0]:,} tokens and {epoch.budget[1]} tiles a row, policy {args.packing_policy}, look-ahead "
+        f"{args.max_buffer_size}",
         "",
         f"samples              {r['samples']:>12,}   {r['split']:,} of them split; dropped "
         f"{r['dropped']:,}{f' ({dropped})' if dropped else ''}",
@@ -147,7 +147,7 @@ def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
         f"steps                {r['steps']:>12,}   of {epoch.packs_per_step:,} packs on {epoch.num_ranks:,} "
         f"ranks; {r['steps_not_full']:,} not full, {r['steps_empty']:,} empty",
         f"steps over bound     {r['steps_over_bound']:>12.4f}",
-        f"rank efficiency      {r['rank_efficiency']:>12.3f}   mean over max cost of a step, {args.model_size}",
+        f"rank efficiency      {r['rank_efficiency']:>12.3f}   mean over max cost of a step, {args.cost_model}",
         f"  whole epoch        {r['epoch_efficiency']:>12.3f}   its last step, which may not be full, included",
     ]
     return lines
@@ -193,6 +193,6 @@ def _suggest(
         )
     print(
         f"\nUse --max_packed_tokens {chosen.max_tokens} --num_images_expected {chosen.max_tiles} "
-        f"for {args.model_size}:\n{found.reason}."
+        f"for {args.cost_model}:\n{found.reason}."
     )
     return 0

@@ -9,9 +9,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import RowOptions
 from ..errors import UserError
-from ._options import add_workers, num_workers, open_samples
-from ._run import STAND_IN, add_run_options, packing_config, packs_per_step, shown_options, survey_root
+from ..options import add_options, make
+from ._options import (
+    STAND_IN,
+    StepOptions,
+    add_run_options,
+    add_workers,
+    num_workers,
+    open_samples,
+    packing_config,
+    shown_options,
+    survey_root,
+)
 from ._table import table
 
 HELP = "Tokens, tiles and supervised shares of the data; predicted packs, fill and steps; plots by --out."
@@ -25,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="write plots (PNG) and one self-contained page, stats.html")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     add_workers(parser)
-    add_run_options(parser)
+    add_options(add_run_options(parser), RowOptions, "pad_seq_to_mult")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from ..estimate.stats import gather
 
     num_workers(args)  # report a mistake before anything is opened
-    config = packing_config(args)
+    config, step = packing_config(args), make(StepOptions, vars(args))
     if args.out:
         _prepare(Path(args.out))
     samples = open_samples(args)
@@ -42,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         samples,
         config,
         root=survey_root(args),
-        packs_per_step=packs_per_step(args),
-        num_ranks=args.ranks,
+        packs_per_step=step.packs,
+        num_ranks=step.ranks,
         num_workers=num_workers(args, small=samples.num_rows < SMALL),
         follow=_follow,
     )

@@ -9,17 +9,15 @@ from typing import Any, TextIO
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..packing.split import OVERSIZE
-from ..survey.table import root_of
+from ..options import add_options
 from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, count_unknown_fields, report_lines, validate
-from ._options import add_encoding, add_workers, num_workers, open_samples, option
+from ._options import BUDGETS, add_encoding, add_workers, num_workers, open_samples, packing_config, survey_root
 from ._table import table
 
 HELP = "Check every sample of a meta file as training would see it; exit code 1 if any is bad."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    defaults = PackingConfig()
     parser.add_argument("meta", help="meta file (JSON) of the datasets")
     parser.add_argument(
         "--decode", action="store_true", help="decode all pixels; without it images are judged by their headers"
@@ -27,24 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     parser.add_argument("--quarantine", metavar="FILE", help="write the bad samples, one JSON object a line")
-    run_options = parser.add_argument_group("options of the run that is checked for")
-    run_options.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="the model's tokenizer (default: a small one built from the data; verdicts are the same)",
-    )
-    add_encoding(run_options)
-    option(run_options, "max_packed_tokens", int, defaults.max_packed_tokens, "token budget of a row")
-    option(run_options, "num_images_expected", int, defaults.num_images_expected, "tile budget of a row")
-    option(run_options, "max_seq_length", int, None, "tokens of one sample at most")
-    option(run_options, "oversize", str, defaults.oversize, f"what exceeds a budget: {', '.join(OVERSIZE)}")
-    option(
-        run_options,
-        "survey_dir",
-        str,
-        None,
-        "folder of the lengths (default: INTERNVL_PACK_CACHE, or the user's cache)",
-    )
+    add_encoding(parser, "Default: a small one built from the data; verdicts are the same.")
+    rows = parser.add_argument_group("budgets that samples are held against: as given to training")
+    add_options(rows, PackingConfig, *BUDGETS, "oversize", "survey_dir")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,12 +74,7 @@ def build_checker(args: argparse.Namespace) -> Checker:
     Raises:
         UserError: data, tokenizer or options cannot be used.
     """
-    config = PackingConfig(
-        max_packed_tokens=args.max_packed_tokens,
-        num_images_expected=args.num_images_expected,
-        max_seq_length=args.max_seq_length,
-        oversize=args.oversize,
-    )
+    config = packing_config(args)
     if config.oversize in ("drop", "error") and not args.tokenizer:
         raise UserError(f"--oversize {config.oversize} depends on token counts: give the model's --tokenizer")
     samples = open_samples(args)
@@ -105,8 +83,7 @@ def build_checker(args: argparse.Namespace) -> Checker:
             "No --tokenizer: a small one built from the data stands in. Token counts differ from the model's, "
             "verdicts do not."
         )
-    # No run would find what is measured with a tokenizer that stands in.
-    return Checker(samples, config, root=root_of(args.survey_dir) if args.tokenizer else None, decode=args.decode)
+    return Checker(samples, config, root=survey_root(args), decode=args.decode)
 
 
 def _opened(path: str) -> TextIO:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import SampleError, UserError, isolate_sample_errors
+from ..options import check_options, option
 from ..records import Fragment, Record, Span
 from .augment import recompress
 from .chat import Part, PlainText, TokenizerTemplate, single_token, without_answers
@@ -37,60 +38,68 @@ IGNORE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """How samples become tokens and tiles.
+    """How samples become tokens and tiles."""
 
-    conv_style: chat template, by its name in the registry of chat.py.
-    image_size: pixels along a tile's edge (force_image_size).
-    tokens_per_tile: context tokens a tile takes, see tiles.tokens_per_tile.
-    min_dynamic_patch, max_dynamic_patch: tiles an image is cut into, thumbnail aside; several images of a sample share
-        the maximum. A data set's own max_dynamic_patch takes precedence.
-    dynamic_image_size: cut images into tiles at all; False squeezes each into one.
-    min_num_frame, max_num_frame: frames taken of a video, one tile each; see video.py.
-    max_image_pixels: width x height above which an image is refused from its header.
-    allow_truncated_images: accept damaged and cut-off image files, the missing part grey or black.
-    apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
-    transparent_background: colour that transparent pixels are composited on; None drops alpha, as InternVL does.
-    markup_tokens: special tokens that text may contain as tokens (grounding markup).
-    """
-
-    conv_style: str = "internvl2_5"
-    image_size: int = 448
-    tokens_per_tile: int = 256
-    min_dynamic_patch: int = 1
-    max_dynamic_patch: int = 12
-    use_thumbnail: bool = True
-    dynamic_image_size: bool = True
-    min_num_frame: int = 8
-    max_num_frame: int = 32
-    max_image_pixels: int = ImageRules().max_image_pixels
-    allow_truncated_images: bool = False
-    apply_exif_orientation: bool = True
-    transparent_background: str | None = None
-    markup_tokens: tuple[str, ...] = MARKUP_TOKENS
+    conv_style: str = option(
+        "internvl2_5",
+        "Chat format: internvl2_5, Hermes-2, internlm2-chat, phi3-chat, internvl_zh, internvl3_5_gpt_oss, "
+        "chat_template (the tokenizer's own) or one of yours.",
+        from_checkpoint=True,
+        page="encoding.md#tokens-and-labels",
+    )
+    image_size: int = option(
+        448,
+        "Side of a tile. Another than the checkpoint's resizes the position embeddings.",
+        unit="pixels",
+        at_least=1,
+        flag="force_image_size",
+        from_checkpoint=True,
+    )
+    tokens_per_tile: int = option(
+        256, "Context tokens of a tile, see tiles.tokens_per_tile.", unit="tokens", at_least=1, flag=""
+    )
+    min_dynamic_patch: int = option(1, "Tiles of an image at least, without the thumbnail.", unit="tiles", at_least=1)
+    max_dynamic_patch: int = option(
+        12,
+        "Tiles of an image at most, without the thumbnail. Images of one sample share them; a dataset's own "
+        "max_dynamic_patch comes first.",
+        unit="tiles",
+        at_least=1,
+    )
+    use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
+    dynamic_image_size: bool = option(False, "Cut images into tiles by their shape; False: one tile an image.")
+    min_num_frame: int = option(
+        8, "Frames of a video at least, a tile each.", unit="frames", at_least=1, page="data.md#videos"
+    )
+    max_num_frame: int = option(
+        32, "Frames of a video at most; the number is drawn for each sample.", unit="frames", at_least=1
+    )
+    max_image_pixels: int = option(
+        ImageRules().max_image_pixels,
+        "Width x height above which an image is refused from its header; decoding takes up to 32 bytes a pixel.",
+        unit="pixels",
+        at_least=1,
+    )
+    allow_truncated_images: bool = option(
+        False, "Accept image files that are damaged or cut off, the missing part grey or black."
+    )
+    apply_exif_orientation: bool = option(
+        True, "Turn photographs upright by their EXIF orientation; False keeps them as stored, as InternVL does."
+    )
+    transparent_background: str | None = option(
+        None,
+        "Colour (white, #ff8800) that transparent pixels are composited on. Default: alpha is dropped, as in InternVL.",
+    )
+    markup_tokens: tuple[str, ...] = option(
+        MARKUP_TOKENS, "Special tokens that text may contain as tokens (grounding markup).", flag=""
+    )
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("force_image_size", self.image_size),
-            ("min_dynamic_patch", self.min_dynamic_patch),
-            ("max_dynamic_patch", self.max_dynamic_patch),
-            ("min_num_frame", self.min_num_frame),
-            ("max_num_frame", self.max_num_frame),
-            ("max_image_pixels", self.max_image_pixels),
-        ):
-            if value < 1:
-                raise UserError(f"{name} is {value}: give at least 1")
-        assert self.tokens_per_tile >= 1
-        if self.min_dynamic_patch > self.max_dynamic_patch:
-            raise UserError(
-                f"min_dynamic_patch={self.min_dynamic_patch} exceeds max_dynamic_patch={self.max_dynamic_patch}: "
-                "lower the first or raise the second"
-            )
-
-        if self.min_num_frame > self.max_num_frame:
-            raise UserError(
-                f"min_num_frame={self.min_num_frame} exceeds max_num_frame={self.max_num_frame}: "
-                "lower the first or raise the second"
-            )
+        check_options(self)
+        for low, high in (("min_dynamic_patch", "max_dynamic_patch"), ("min_num_frame", "max_num_frame")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise UserError(f"{low}={least} exceeds {high}={most}: lower the first or raise the second")
 
     @property
     def rules(self) -> ImageRules:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isclose
 
 from ..errors import UserError
+from ..options import option
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +91,30 @@ def max_tiles_per_image(max_dynamic_patch: int, num_images: int) -> int:
     return max(1, max_dynamic_patch // max(1, num_images))
 
 
-def tokens_per_tile(image_size: int, patch_size: int = 14, down_sample_ratio: float = 0.5) -> int:
-    """Context tokens of one tile: (image_size // patch_size)^2 * down_sample_ratio^2.
+@dataclass(kw_only=True)
+class TileOptions:
+    """What `tokens_per_tile` depends on beside the sizes of tile and patch."""
+
+    down_sample_ratio: float = option(
+        0.5,
+        "Of the vision tower's patches to tokens, a side: 0.5 makes 256 tokens of 448 pixels in patches of 14.",
+        from_checkpoint=True,
+    )
+
+
+def tokens_per_tile(
+    image_size: int, patch_size: int = 14, down_sample_ratio: float = TileOptions.down_sample_ratio
+) -> int:
+    """Context tokens of one tile: (image_size / patch_size * down_sample_ratio)^2.
 
     Raises:
-        UserError: that is not a positive whole number.
+        UserError: that is no whole number a side.
     """
-    patches = image_size // patch_size
-    tokens = patches * patches * down_sample_ratio * down_sample_ratio
-    if image_size % patch_size or tokens < 1 or tokens != int(tokens):
+    side = image_size // patch_size * down_sample_ratio
+    if image_size % patch_size or side < 1 or not isclose(side, round(side)):
         raise UserError(
-            f"force_image_size={image_size} with patches of {patch_size} and down_sample_ratio={down_sample_ratio} "
-            f"gives {tokens:g} tokens a tile; choose a multiple of {patch_size}, such as 448"
+            f"force_image_size {image_size} with patches of {patch_size} pixels and down_sample_ratio "
+            f"{down_sample_ratio} gives {image_size / patch_size * down_sample_ratio:g} tokens a side: choose a "
+            f"multiple of {patch_size}, such as {32 * patch_size}"
         )
-    return int(tokens)
+    return round(side) ** 2

@@ -8,6 +8,7 @@ import json
 import pytest
 from helpers.factory import write_jsonl
 
+from internvl_pack import EncodeConfig
 from internvl_pack.commands._options import add_encoding, encode_config
 from internvl_pack.errors import UserError
 from train.arguments import DataTrainingArguments
@@ -18,27 +19,28 @@ def meta(tmp_path):
     return write_jsonl(tmp_path, 2)
 
 
-def parsed(*argv: str, tokenizer: str | None = None) -> argparse.Namespace:
+def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_encoding(parser)
-    return argparse.Namespace(**vars(parser.parse_args(argv)), tokenizer=tokenizer)
+    return parser.parse_args(argv)
 
 
 def test_defaults_are_those_of_training(meta):
-    assert encode_config(parsed()) == DataTrainingArguments(meta_path=str(meta)).encode_config(patch_size=14)
+    assert encode_config(parsed()) == DataTrainingArguments(meta_path=str(meta)).encode_config({}) == EncodeConfig()
 
 
-@pytest.mark.parametrize("size", [16, [16, 16]])
-def test_chat_format_and_patches_are_the_checkpoints(tmp_path, size):
-    config = {"model_type": "internvl_chat", "template": "phi3-chat", "vision_config": {"patch_size": size}}
+@pytest.mark.parametrize("size", [lambda side: side, lambda side: [side, side]], ids=["number", "pair"])
+def test_chat_format_and_sizes_are_the_checkpoints(tmp_path, size):
+    tower = {"patch_size": size(16), "image_size": size(256)}
+    config = {"model_type": "internvl_chat", "template": "phi3-chat", "vision_config": tower, "downsample_ratio": 0.25}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    encode = encode_config(parsed(tokenizer=str(tmp_path)))
+    encode = encode_config(parsed("--tokenizer", str(tmp_path)))
     assert encode.conv_style == "phi3-chat"
-    assert encode.tokens_per_tile == (448 // 16 // 2) ** 2
-    with pytest.raises(UserError, match="force_image_size=392 with patches of 16"):
-        encode_config(parsed("--force_image_size", "392", tokenizer=str(tmp_path)))
+    assert (encode.image_size, encode.tokens_per_tile) == (256, 16)
+    with pytest.raises(UserError, match="force_image_size 392 with patches of 16"):
+        encode_config(parsed("--force_image_size", "392", "--tokenizer", str(tmp_path)))
 
 
 def test_a_tokenizer_alone_says_nothing_about_patches(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert encode_config(parsed(tokenizer=str(tmp_path))).tokens_per_tile == 256
+    assert encode_config(parsed("--tokenizer", str(tmp_path))).tokens_per_tile == 256

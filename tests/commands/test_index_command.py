@@ -124,7 +124,7 @@ def test_a_file_that_grows_meanwhile_is_refused(folder, monkeypatch, capsys):
     ("options", "words"),
     [
         (["gone.json"], "gone.json does not exist"),
-        (["meta.json", "--workers", "-1"], "--workers must be at least 0"),
+        (["meta.json", "--workers", "-1"], "--workers is -1: give at least 0"),
     ],
 )
 def test_a_mistake_is_one_line(folder, capsys, monkeypatch, options, words):

@@ -271,12 +271,9 @@ def command_options(name: str) -> set[str]:
 @cache
 def script_options(script: str) -> set[str]:
     if script == "train/finetune.py":
-        from transformers import HfArgumentParser
+        from train.options import Parser
 
-        from train.arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
-
-        parser = HfArgumentParser([ModelArguments, DataTrainingArguments, PackTrainingArguments])
-        return {option for action in parser._actions for option in action.option_strings}
+        return {option for action in Parser()._actions for option in action.option_strings}
     text = (ROOT / script).read_text(encoding="utf-8")
     rest = script_options("train/finetune.py") if "parse_known_args" in text else set()  # which it hands on
     return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *rest}

@@ -1,4 +1,4 @@
-"""The pages name options that exist, state the defaults that they have, and leave none of finetune.py's out."""
+"""The pages name options that exist; the page of options is made from their declarations."""
 
 from __future__ import annotations
 
@@ -6,38 +6,28 @@ import argparse
 import ast
 import importlib
 import re
-from dataclasses import MISSING, fields
+import runpy
 from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
 
+from internvl_pack import EncodeConfig
 from internvl_pack.cli import command_helps
-from train.arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
-from train.options import DROPPED, GONE, RENAMED
+from internvl_pack.encode.formats import known_templates
+from internvl_pack.options import Option
+from train.options import DROPPED, GONE, RENAMED, Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-GROUPS = (ModelArguments, DataTrainingArguments, PackTrainingArguments)
+MAKER = runpy.run_path(str(ROOT / "docs" / "make_options.py"))
 
 # Of other programs that the pages call.
 FOREIGN = {"--gres", "--index-url", "--nproc_per_node", "--ntasks-per-node", "--shutdown-timeout", "--signal"}
 
 
-def finetune_defaults() -> dict[str, object]:
-    """Every option of finetune.py, transformers' own included, with its default."""
-    found = {}
-    for group in GROUPS:
-        for option in fields(group):
-            made = None if option.default_factory is MISSING else option.default_factory()
-            found[option.name] = made if option.default is MISSING else option.default
-    return found
-
-
 def known_options() -> set[str]:
     """All that finetune.py, its programs and the commands of internvl-pack take, and what of InternVL's is answered."""
-    parser = HfArgumentParser(list(GROUPS), allow_abbrev=False)
-    parsers = [parser]
+    parsers: list[argparse.ArgumentParser] = [Parser()]
     for name in command_helps():
         command = argparse.ArgumentParser()
         importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}").configure(command)
@@ -61,41 +51,21 @@ def test_options_named_exist(page, known):
     assert sorted(named - known - FOREIGN) == []
 
 
-def rows_of_options(page: str) -> list[tuple[str, str]]:
-    """(option, stated default) of the tables that have both columns."""
-    found = []
-    for table in (ROOT / page).read_text(encoding="utf-8").split("| option | default |")[1:]:
-        for line in table.splitlines()[2:]:
-            if not line.startswith("|"):
-                break
-            names, stated = line.split("|")[1:3]
-            found += [(name, stated.strip()) for name in re.findall(r"`(\w+)`", names)]
-    return found
+def test_the_page_of_options_is_that_of_their_declarations():
+    assert MAKER["PAGE"].read_text(encoding="utf-8") == MAKER["page"](), "run python docs/make_options.py"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if rows_of_options(page)])
-def test_stated_defaults_are_the_defaults(page):
-    actual = finetune_defaults()
-    stated = rows_of_options(page)
-    assert {name: value for name, value in stated} == {
-        name: "none" if actual[name] is None else str(actual[name]) for name, _ in stated
-    }
+def test_the_page_shows_unit_default_choices_and_where_more_is():
+    said = Option(help="What --other_option leaves.", unit="rows", choices=("a", "b"), page="data.md")
+    assert MAKER["row"]("name", 1, said) == (
+        "| `name` | 1 row | What `other_option` leaves. One of a, b. [More](data.md). |"
+    )
+    assert MAKER["row"]("name", None, Option(help="Text.")) == "| `name` | none | Text. |"
 
 
-def test_every_option_of_ours_has_its_row():
-    ours = {option.name for group in GROUPS for option in fields(group)} - {o.name for o in fields(TrainingArguments)}
-    assert sorted(ours - {name for name, _ in rows_of_options("docs/options.md")}) == []
-
-
-def test_other_defaults_of_transformers_are_told():
-    theirs = {option.name: option for option in fields(TrainingArguments)}
-    changed = {
-        option.name: option.default
-        for option in fields(PackTrainingArguments)
-        if option.name in theirs and option.default != theirs[option.name].default
-    }
-    last = (ROOT / "docs/options.md").read_text(encoding="utf-8").split("\n\n")[-1]
-    assert dict(re.findall(r"`(\w+)` (\w+)", last.split(":", 1)[1])) == {k: str(v) for k, v in changed.items()}
+def test_every_chat_format_is_named():
+    said = EncodeConfig.__dataclass_fields__["conv_style"].metadata["option"]
+    assert [name for name in known_templates() if name not in said.help] == []
 
 
 def test_figures_of_the_readme_stand_in_the_pages():

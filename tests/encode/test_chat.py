@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ TYPED = [
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer) -> Encoder:
-    return Encoder(tokenizer)
+    return Encoder(tokenizer, EncodeConfig(dynamic_image_size=True, use_thumbnail=True))
 
 
 def ids(tokenizer, text: str) -> list[int]:
@@ -223,7 +224,7 @@ def with_template(tokenizer, template: str):
 
 
 def test_the_tokenizers_template_gives_chatml_where_that_is_what_it_says(encoder, tokenizer):
-    own = Encoder(tokenizer, EncodeConfig(conv_style="chat_template"))
+    own = Encoder(tokenizer, replace(encoder.config, conv_style="chat_template"))
     turns = [
         ("system", " Be brief.\n"),
         ("human", "\n<image>\nq <|im_end|> <image>"),

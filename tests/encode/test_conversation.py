@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.encode_samples import SPEC, case_samples, jpeg, raw_sample
 
-from internvl_pack.encode import Encoder
+from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.errors import SampleError
 
 ONE = {"a.jpg": jpeg(448, 448)}
@@ -15,7 +15,7 @@ TWO = {"a.jpg": jpeg(448, 448), "b.jpg": jpeg(900, 300)}
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer) -> Encoder:
-    return Encoder(tokenizer)
+    return Encoder(tokenizer, EncodeConfig(dynamic_image_size=True, use_thumbnail=True))
 
 
 def verdict(encoder: Encoder, raw) -> str | int:

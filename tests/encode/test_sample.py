@@ -23,7 +23,7 @@ from internvl_pack.records import Span
 from internvl_pack.sources.meta import DatasetSpec
 
 LENGTHS = Path(__file__).resolve().parents[2] / "benchmarks" / "real_mix_a.csv"
-TINY = EncodeConfig(image_size=56, tokens_per_tile=4)
+TINY = EncodeConfig(image_size=56, tokens_per_tile=4, dynamic_image_size=True, use_thumbnail=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_data_sets_own_maximum_takes_precedence(encoder):
 
 
 def test_fixed_image_size_squeezes_each_image_into_one_tile(tokenizer):
-    encoder = Encoder(tokenizer, EncodeConfig(image_size=56, tokens_per_tile=4, dynamic_image_size=False))
+    encoder = Encoder(tokenizer, EncodeConfig(image_size=56, tokens_per_tile=4))
     raw = raw_sample([("human", "q"), ("gpt", "a")], {"a": jpeg(300, 100), "b": jpeg(56, 56)})
     encoded = encoder.encode(raw, SPEC)
     assert [image.grid for image in encoded.images] == [TileGrid(1, 1)] * 2

@@ -214,11 +214,11 @@ def test_the_report_is_one_page_with_four_plots_and_nothing_from_outside(tmp_pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ranks", "0"], "--ranks 0: give at least 1"),
-        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0"),
+        (["--ranks", "0"], "--ranks is 0: give at least 1 rank"),
+        (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps is 0"),
         (["--max_packed_tokens", "0"], "max_packed_tokens"),
         (["--num_images_expected", "0"], "num_images_expected"),
-        (["--packing_policy", "best"], "--packing_policy best is unknown"),
+        (["--packing_policy", "best"], "--packing_policy 'best' is unknown"),
         (["--workers", "-1"], "--workers"),
         (["--conv_style", "nobody"], "nobody"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere cannot be loaded"),

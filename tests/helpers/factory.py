@@ -14,7 +14,7 @@ from PIL import Image
 from internvl_pack.encode.sample import EncodeConfig
 from internvl_pack.testing.tiny import WORDS
 
-TINY = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=6)
+TINY = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=6, dynamic_image_size=True, use_thumbnail=True)
 
 
 def png(width: int, height: int, shade: int) -> bytes:

@@ -68,10 +68,10 @@ def test_it_prints_parts_and_time(lengths, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--zero", "4"], "--zero 4: give a stage"),
+        (["--zero", "4"], "--zero is 4: give 0 to 3"),
         (["--mfu", "2"], "--mfu 2.0: give a share"),
         (["--card", "Voodoo"], "--card Voodoo: its peak is not known"),
-        (["--gpus", "0"], "--gpus 0: give at least 1"),
+        (["--gpus", "0"], "--gpus is 0: give at least 1 GPU"),
     ],
 )
 def test_what_cannot_be_is_refused(lengths, words, message, capsys):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers.factory import TINY
 from helpers.model_samples import (
     gradients,
     mixed_segments,
@@ -19,7 +22,6 @@ from helpers.model_samples import (
 
 from internvl_pack.batch.row import Segment
 from internvl_pack.config import PackingConfig
-from internvl_pack.encode.sample import EncodeConfig
 from internvl_pack.model.loss import head
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.stream.dataset import PackedDataset
@@ -80,7 +82,7 @@ def segments_of(batch) -> list[Segment]:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("loss_reduction", ["token", "sample", "square"])
 def test_a_pack_of_real_samples_equals_them_one_by_one(tokenizer, demo_dir, loss_reduction, checkpointing):
-    encode = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=4)
+    encode = replace(TINY, max_dynamic_patch=4)
     config = PackingConfig(max_packed_tokens=4096, num_images_expected=64)
     dataset = PackedDataset.from_meta(demo_dir / "meta.json", tokenizer, config, encode=encode)
     batch = next(iter(build_loader(dataset, loss_reduction=loss_reduction)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.factory import TINY
 from PIL import Image
 
 from internvl_pack import (
     DatasetSource,
-    EncodeConfig,
     Encoder,
     PackedDataset,
     PackingConfig,
@@ -26,7 +27,7 @@ from internvl_pack.sources import FileRef, load_meta, open_source
 from internvl_pack.sources.hf import _RowImage
 
 TURN = ("from", "value")
-ENCODE = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=4)
+ENCODE = replace(TINY, max_dynamic_patch=4)
 CONFIG = PackingConfig(max_packed_tokens=256, num_images_expected=8)
 
 

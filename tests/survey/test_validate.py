@@ -264,7 +264,7 @@ def test_options_of_images_are_the_runs(tmp_path, capsys):
         (["--oversize", "drop"], ["--oversize", "--tokenizer"]),
         (["--oversize", "sqeeze"], ["oversize", "sqeeze", "split"]),
         (["--conv_style", "pirate"], ["conv_style", "internvl2_5"]),
-        (["--force_image_size", "450"], ["force_image_size=450"]),
+        (["--force_image_size", "450"], ["force_image_size 450"]),
         (["--max_image_pixels", "0"], ["max_image_pixels"]),
         (["--max_packed_tokens", "0"], ["max_packed_tokens"]),
     ],

@@ -12,9 +12,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeep
 
 from internvl_pack.errors import UserError
 from train import finetune
-from train.arguments import CONFIGS, DataTrainingArguments, find_deepspeed_config, option_names
+from train.arguments import CONFIGS, DataTrainingArguments, find_deepspeed_config
 from train.environment import SECONDS_FOR_THE_FIRST_RANK
-from train.options import DROPPED, RENAMED, modernise, parse
+from train.options import DROPPED, RENAMED, modernise, option_names, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 META = str(ROOT / "shell" / "data" / "demo" / "meta.json")
@@ -27,13 +27,13 @@ INTERNVL_NAMES = {
     "model": "model_name_or_path vision_path llm_path freeze_llm freeze_backbone freeze_mlp unfreeze_vit_layers "
     "use_backbone_lora use_llm_lora grad_checkpoint drop_path_rate",
     "data": "max_seq_length force_image_size down_sample_ratio conv_style meta_path dynamic_image_size use_thumbnail "
-    "min_dynamic_patch max_dynamic_patch normalize_type",
+    "min_dynamic_patch max_dynamic_patch",
     "packing": "use_packed_ds num_images_expected max_packed_tokens max_buffer_size loss_reduction "
     "loss_reduction_all_gather strict_mode replacement use_data_resampling log_freq",
 }
 DEFAULTS = {
-    "force_image_size": 448,
-    "down_sample_ratio": 0.5,
+    "force_image_size": None,
+    "down_sample_ratio": None,
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
     "use_packed_ds": False,
@@ -66,14 +66,13 @@ def test_data_options_reach_packing_and_encoding():
         num_images_expected=24,
         max_seq_length=2048,
         oversize="drop",
-        num_lanes=6,  # accepted, and not needed any more
         use_data_resampling=True,
         force_image_size=224,
         max_dynamic_patch=6,
     )
-    packing, encode = data.packing_config(seed=7), data.encode_config(patch_size=14)
+    packing, encode = data.packing_config(seed=7), data.encode_config({})
     assert (packing.max_packed_tokens, packing.num_images_expected, packing.max_seq_length) == (4096, 24, 2048)
-    assert (packing.oversize, packing.num_lanes, packing.use_data_resampling) == ("drop", None, True)
+    assert (packing.oversize, packing.use_data_resampling) == ("drop", True)
     assert (packing.seed, packing.packing) == (7, True)
     assert (encode.image_size, encode.tokens_per_tile, encode.max_dynamic_patch) == (224, 64, 6)
     assert not encode.dynamic_image_size
@@ -99,10 +98,20 @@ MISTAKES = [
     ),
     ("unknown option", [*MODEL, *DATA, "--max_packed_token", "1"], "did you mean --max_packed_tokens?"),
     ("bad value", [*MODEL, *DATA, "--max_packed_tokens", "many"], "argument --max_packed_tokens"),
-    ("bad choice", [*MODEL, *DATA, "--loss_reduction", "mean"], "argument --loss_reduction"),
-    ("bad policy", [*MODEL, *DATA, "--oversize", "cut"], "oversize 'cut' is unknown"),
+    (
+        "bad choice",
+        [*MODEL, *DATA, "--loss_reduction", "mean"],
+        "--loss_reduction 'mean' is unknown: use one of token",
+    ),
+    (
+        "bad policy",
+        [*MODEL, *DATA, "--oversize", "cut"],
+        "--oversize 'cut' is unknown: use one of split",
+    ),
     ("droppath", [*MODEL, *DATA, "--drop_path_rate", "1.5"], "--drop_path_rate 1.5"),
-    ("tiles", [*MODEL, *DATA, "--min_dynamic_patch", "7", "--max_dynamic_patch", "6"], "--min_dynamic_patch 7"),
+    ("lora", [*MODEL, *DATA, "--use_llm_lora", "-1"], "--use_llm_lora is -1: give at least 0"),
+    ("no option", [*MODEL, *DATA, "--bf16", "True", "more"], "'more' is neither an option nor the value of one"),
+    ("tiles", [*MODEL, *DATA, "--min_dynamic_patch", "0"], "--min_dynamic_patch is 0: give at least 1 tile"),
     ("normalisation", [*MODEL, *DATA, "--normalize_type", "siglip"], "--normalize_type siglip"),
     ("flash", [*MODEL, *DATA, "--attn_kernel", "flash_attn"], "--attn_kernel flash_attn needs"),
     ("kernel", [*MODEL, *DATA, "--attn_kernel", "magic"], "--attn_kernel 'magic' is unknown"),
@@ -112,7 +121,7 @@ MISTAKES = [
     ("smoothing", [*MODEL, *DATA, "--label_smoothing_factor", "0.1"], "--label_smoothing_factor 0.1"),
     ("dispatch", [*MODEL, *DATA, "--accelerator_config", '{"dispatch_batches": true}'], "dispatch_batches=True"),
     ("epochs", [*MODEL, *DATA, "--num_train_epochs", "0"], "--num_train_epochs 0"),
-    ("micro-batch", [*MODEL, *DATA, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0"),
+    ("micro-batch", [*MODEL, *DATA, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
     ("config", [*MODEL, *DATA, "--deepspeed", "zero_stage4"], "zero_stage1, zero_stage2, zero_stage3"),
     ("resume", [*MODEL, *DATA, "--resume_from_checkpoint", "/nowhere"], "--resume_from_checkpoint /nowhere"),
     ("model path", [*MODEL, *DATA], "--model_name_or_path /nowhere/model"),
@@ -148,7 +157,7 @@ def tiny(tmp_path_factory, tokenizer) -> str:
 
 WITH_A_MODEL = [
     (["--conv_style", "vicuna"], "conv_style is 'vicuna'"),
-    (["--force_image_size", "60"], "--force_image_size 60"),
+    (["--force_image_size", "60"], "force_image_size 60 with patches of 14 pixels"),
     (["--use_packed_ds", "True", "--max_packed_tokens", "5"], "max_packed_tokens 5 is smaller than one tile"),
     (["--use_packed_ds", "True", "--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
     (["--num_images_expected", "0"], "num_images_expected is 0"),
@@ -156,6 +165,7 @@ WITH_A_MODEL = [
         ["--freeze_backbone", "True", "--unfreeze_vit_layers", "2"],
         "--unfreeze_vit_layers 2: the vision tower has layers",
     ),
+    (["--min_dynamic_patch", "7", "--max_dynamic_patch", "6"], "min_dynamic_patch=7 exceeds max_dynamic_patch=6"),
     (["--eval_strategy", "steps"], "needs --eval_meta_path"),
     (["--freeze_llm", "True", "--freeze_backbone", "True", "--freeze_mlp", "True"], "nothing is left to train"),
 ]
@@ -210,6 +220,8 @@ def test_under_torchrun_the_mistake_is_told_once():
         (["--warmup-ratio=0.03"], ["--warmup_steps=0.03"]),
         (["--evaluation_strategy", "no"], ["--eval_strategy", "no"]),
         (["--seed", "-1"], ["--seed", "-1"]),
+        (["--pad_to_max_length", "True"], ["--strict_mode", "True"]),
+        (["--normalize_type", "imagenet", "--num_lanes", "4", "--balance_reservoir=2"], []),
     ],
 )
 def test_flags_of_older_scripts_are_renamed_or_left_out(before, now):
@@ -221,16 +233,47 @@ def test_warmup_ratio_becomes_a_share_of_the_steps(own_process):
     assert args.get_warmup_steps(200) == 20
 
 
-def test_options_come_from_a_json_file_too(tmp_path, own_process):
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"model_name_or_path": "m", "meta_path": META, "num_lanes": 4, "output_dir": "x"}))
+FILES = {
+    "run.json": json.dumps({"model_name_or_path": "m", "meta_path": META, "log_freq": 4, "output_dir": "x"}),
+    "run.yaml": f"""
+model_name_or_path: m
+meta_path: {META}
+log_freq: 4
+output_dir: x
+learning_rate: 1e-5
+seed: null
+""",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_options_come_from_a_file_too(name, tmp_path, own_process):
+    path = tmp_path / name
+    path.write_text(FILES[name])
     model, data, args = parse([str(path)])
-    assert (model.model_name_or_path, data.num_lanes, args.remove_unused_columns) == ("m", 4, False)
-    path.write_text(json.dumps({"model_name_or_path": "m", "meta_path": META, "lanes": 4}))
-    with pytest.raises(UserError, match="--lanes"):
-        parse([str(path)])
-    with pytest.raises(UserError, match=r"nowhere\.json"):
-        parse(["nowhere.json"])
+    assert (model.model_name_or_path, data.log_freq, args.remove_unused_columns) == ("m", 4, False)
+    assert args.learning_rate == (1e-5 if name.endswith("yaml") else 5e-5)
+    model, data, _ = parse([str(path), "--log_freq", "5"])  # the command line takes precedence
+    assert (model.model_name_or_path, data.log_freq) == ("m", 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.json", '{"meta_path": "m", "lanes": 4}', "unknown option '--lanes'"),
+        ("run.json", "[1]", "give one object of options"),
+        ("run.json", "{", "not JSON"),
+        ("run.yaml", "a: b: c", "not YAML"),
+        ("run.yaml", "- a", "give one object of options"),
+        ("run.toml", "", "is no option: give --OPTION VALUE, or a file of options, .json or .yaml"),
+        ("gone.json", None, "gone.json: the file of options cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_one_line(name, text, message, tmp_path, own_process):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        parse([str(tmp_path / name)])
 
 
 # --- DeepSpeed configs ----------------------------------------------------------------------------

@@ -23,7 +23,6 @@ DEFAULTS = {
     "dynamic_image_size": True,
     "use_thumbnail": True,
     "strict_mode": False,
-    "pad_to_max_length": False,
     "pad_seq_to_mult": 1,
     "pad_cu_seqlens_to": None,
 }
@@ -47,12 +46,11 @@ COMBINATIONS = [
     ("in_batch", {"per_device_train_batch_size": 4}, "--num_images_expected 40 leaves each of 4 samples"),
     ("in_batch", {"per_device_train_batch_size": 4, "dynamic_image_size": False}, None),
     ("padded", {"pad_seq_to_mult": 8}, "--pad_seq_to_mult without packing"),
-    ("padded", {"pad_to_max_length": True}, "--pad_to_max_length without packing"),
     ("padded", {"strict_mode": True}, None),
-    ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --pad_to_max_length"),
-    ("stream", {"pad_cu_seqlens_to": 65, "pad_to_max_length": True}, None),
-    ("stream", {"pad_seq_to_mult": 3, "pad_to_max_length": True}, "--max_packed_tokens 8192 is no multiple"),
-    ("stream", {"pad_seq_to_mult": 128, "pad_to_max_length": True}, None),
+    ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --strict_mode True"),
+    ("stream", {"pad_cu_seqlens_to": 65, "strict_mode": True}, None),
+    ("stream", {"pad_seq_to_mult": 3, "strict_mode": True}, "--max_packed_tokens 8192 is no multiple"),
+    ("stream", {"pad_seq_to_mult": 128, "strict_mode": True}, None),
 ]
 
 

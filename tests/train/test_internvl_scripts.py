@@ -14,9 +14,9 @@ from helpers.ranks import run
 
 from internvl_pack.errors import UserError
 from train import finetune
-from train.arguments import find_deepspeed_config, option_names
+from train.arguments import find_deepspeed_config
 from train.environment import prepare_environment
-from train.options import DROPPED, GONE, REFUSED, RENAMED, modernise
+from train.options import DROPPED, GONE, REFUSED, RENAMED, modernise, option_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("internvl/train/internvl_chat_finetune.py", "internvl/train/internvl_chat_pretrain.py")

@@ -107,12 +107,12 @@ def test_aligned_and_static_rows_train_as_plain_ones_do(train, tmp_path):
 
 
 REFUSED = [
-    (("--packing", "packed"), "--packing packed: use one of stream, in_batch, preset"),
+    (("--packing", "packed"), "--packing 'packed' is unknown: use one of stream, in_batch, preset"),
     (("--packing", "in_batch"), "--per_device_train_batch_size 1"),
     (("--packing", "preset"), "--preset_path"),
     (("--packing", "preset", "--preset_path", "nowhere"), "preset nowhere: no preset.json there"),
     (("--use_packed_ds", "True", "--preset_path", "nowhere"), "--preset_path with --packing stream"),
-    (("--packing", "stream", "--pad_seq_to_mult", "0"), "--pad_seq_to_mult 0"),
+    (("--packing", "stream", "--pad_seq_to_mult", "0"), "--pad_seq_to_mult is 0"),
 ]
 
 
@@ -147,9 +147,9 @@ def test_a_preset_that_holds_its_data_trains_without_it(train, made, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--packing_policy", "best"), "--packing_policy best is unknown: use one of"),
-        (("--workers", "-1"), "--workers must be at least 0"),
-        (("--epochs", "0"), "--epochs 0: give at least 1"),
+        (("--packing_policy", "best"), "--packing_policy 'best' is unknown: use one of"),
+        (("--workers", "-1"), "--workers is -1: give at least 0"),
+        (("--epochs", "0"), "--epochs is 0: give at least 1 epoch"),
         (("--tokenizer", "nowhere"), "--tokenizer nowhere cannot be loaded"),
     ],
 )

@@ -1,0 +1,36 @@
+"""How a checkpoint's model wants its samples encoded: what options leave open is read from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..encode.sample import EncodeConfig
+from ..encode.tiles import TileOptions, tokens_per_tile
+from ..options import make
+from .internvl_format_files import patch_size_of
+
+
+def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> EncodeConfig:
+    """The `EncodeConfig` of a run.
+
+    Args:
+        options: by their names on a command line; `conv_style` is the caller's, see `chat_style`.
+        checkpoint: config.json of the model or of its vision tower; empty for a model of the usual sizes.
+
+    Raises:
+        UserError: an option is not allowed, or a tile does not divide into whole tokens.
+    """
+    size, ratio = options.get("force_image_size"), options.get("down_sample_ratio")
+    if size is None:
+        size = image_size_of(checkpoint)
+    if ratio is None:
+        ratio = checkpoint.get("downsample_ratio", TileOptions.down_sample_ratio)
+    tokens = tokens_per_tile(size, patch_size_of(checkpoint), ratio)
+    return make(EncodeConfig, options, image_size=size, tokens_per_tile=tokens)
+
+
+def image_size_of(config: Mapping[str, Any]) -> int:
+    """Pixels along a tile, from a checkpoint's config; the default of `EncodeConfig` where it does not say."""
+    size = config.get("vision_config", config).get("image_size", EncodeConfig.image_size)
+    return size if isinstance(size, int) else size[0]
