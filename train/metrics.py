@@ -10,6 +10,7 @@ import torch
 
 from internvl_pack.config import PackingConfig
 from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
+from internvl_pack.model.packed import PackedModel
 
 WARM_UP_STEPS = 2  # steps left out of the speed: allocation, compilation, first reads
 
@@ -30,7 +31,7 @@ class StepMetrics:
     """
 
     def __init__(
-        self, config: PackingConfig, max_tiles: int, model: Any, device: torch.device, world_size: int
+        self, config: PackingConfig, max_tiles: int, model: PackedModel, device: torch.device, world_size: int
     ) -> None:
         self._config = config
         self._max_tiles = max_tiles
