@@ -22,7 +22,16 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_options.py"))
 
 # Of other programs that the pages call.
-FOREIGN = {"--gres", "--index-url", "--nproc_per_node", "--ntasks-per-node", "--shutdown-timeout", "--signal"}
+FOREIGN = {
+    "--gres",
+    "--index-url",
+    "--mixed_precision",
+    "--multi_gpu",
+    "--nproc_per_node",
+    "--ntasks-per-node",
+    "--shutdown-timeout",
+    "--signal",
+}
 
 
 def known_options() -> set[str]:
