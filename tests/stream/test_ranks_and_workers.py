@@ -138,6 +138,10 @@ def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(token
         for fragment in table:
             record = samples.encode(*mixture.locate(int(fragment[0]))).record
             fragment[4] = record.num_tokens  # Fragment.token_stop
+    counts = state["ledger"]["counts"]
+    for name in ("samples_in", "samples_packed", "fragments_in", "fragments_packed"):
+        counts[name] += shift
+    counts["tokens_in"] = counts["tokens_packed"] + sum(int(table[:, 4].sum()) for table in tables)
     (late,) = make(meta, tokenizer, config)
     saved = make_state(0, late.packed_dataset.fingerprint(), state, late.losses.state_dict())
     read = []
