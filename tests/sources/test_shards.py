@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import tarfile
 import time
 from pathlib import Path
@@ -716,3 +717,39 @@ def test_case(shared_dir, name, good, bad, damage, num_warnings):
     assert {key: verdict for key, verdict in found.items() if verdict != "good"} == bad
     assert reasons(source) == damage
     assert len(source.warnings) == num_warnings
+
+
+def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
+    """A tar header of 512 bytes whose size field, 12 bytes, may say anything."""
+    block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT)[:512])
+    block[124:136], block[156:157], block[148:156] = size, kind, b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def record(key: str) -> bytes:
+    return header(f"{key}.json", b"%011o\0" % 2) + b"{}".ljust(512, b"\0")
+
+
+FORGED = {
+    "a size of 2^80": header("x.json", b"\x80" + (2**80).to_bytes(11, "big")),
+    "a size of 8 GB": header("x.json", b"77777777777\0"),
+    "a negative size": header("x.json", b"\xff" * 12),
+    "a pax header of 2 GB": header("p", b"17777777777\0", b"x") + b"12 path=evil\n".ljust(512, b"\0"),
+    "a pax record that is longer": header("p", b"%011o\0" % 512, b"x") + b"999999999 path=x\n".ljust(512, b"\0"),
+    "a pax size below 0": header("p", b"%011o\0" % 512, b"x") + b"12 size=-10\n".ljust(512, b"\0") + record("n"),
+    "a name of 2 GB": header("././@LongLink", b"17777777777\0", b"L") + b"n" * 512,
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_headers_that_claim_more_than_there_is_cost_no_memory_and_no_earlier_sample(forged, tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(record("a") + record("b") + forged + record("c") + bytes(1024))
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    source = ShardSource("d", [str(path)])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kB"
+    assert time.process_time() - begun < 5
+    keys = [source.sample_id(row).rpartition("/")[2] for row in range(len(source))]
+    assert keys[:2] == ["a", "b"] and source.read(0).data == {}
+    assert set(keys) <= {"a", "b", "c", "n"} and (source.damage or "n" in keys)
