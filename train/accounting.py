@@ -29,6 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from internvl_pack.batch.collate import FILLER_ID, PAD_ID
 from internvl_pack.errors import UserError
 from internvl_pack.ledger import Ledger, Losses
+from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
 
 from .ranks import Ranks
@@ -299,7 +300,7 @@ def summary_lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
     speed = summary["tokens_per_s"]
     rows = f"packed ({summary['packing']})" if summary["packed"] else "padded"
     shared = summary["sequence_parallel_size"]
-    ranks = f"{summary['ranks']} ranks" + (f", {shared} a row" if shared > 1 else "")
+    ranks = count(summary["ranks"], "ranks") + (f", {shared} a row" if shared > 1 else "")
     return [
         f"{summary['steps']} optimizer steps on {ranks}, {rows}, {summary['packs']:,} rows of "
         f"{summary['samples_per_pack']:.1f} samples, token fill {summary['token_fill']:.1%}, "

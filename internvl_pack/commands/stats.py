@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import RowOptions
 from ..errors import UserError
-from ..options import add_options, make
+from ..options import add_options, count, make
 from ._options import (
     STAND_IN,
     StepOptions,
@@ -98,10 +98,6 @@ def _follow(what: str, total: int, steps: Iterable[Any]) -> Iterator[Any]:
             yield result
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> None:
     print(table(header, rows, left=left), end="\n\n")
 
@@ -143,8 +139,8 @@ def _show(r: dict[str, Any]) -> None:
     p, pad = r["packing"][budget["packing_policy"]], r["padding"]
     refused = ", ".join(f"{count:,} {reason}" for reason, count in p["refused"].items())
     lines = [
-        f"{_count(budget['packs_a_step'], 'pack')} a step: "
-        f"{_count(r['steps_an_epoch'], 'step')} an epoch, {p['steps_over_bound']:.3f} times the least possible"
+        f"{count(budget['packs_a_step'], 'packs')} a step: "
+        f"{count(r['steps_an_epoch'], 'steps')} an epoch, {p['steps_over_bound']:.3f} times the least possible"
         + ("" if p["exact"] else f" (extrapolated from {p['planned_samples']:,} samples)")
         + (f"; refused by the budgets: {refused}" if refused else ""),
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
