@@ -253,20 +253,20 @@ class DataTrainingArguments(PackingArguments):
         self.use_packed_ds = self.use_packed_ds or self.packing is not None
 
     @property
-    def way(self) -> str:
+    def packing_mode(self) -> str:
         """How rows are made: padded, stream, in_batch or preset."""
         return self.packing or (STREAM if self.use_packed_ds else PADDED)
 
     def packing_config(self, seed: int, samples_per_row: int = 1) -> PackingConfig:
         """Budgets and order.
 
-        Without packing the same budgets bound a sample, so that both ways train the same data. With in_batch each of
+        Without packing the same budgets bound a sample, so that both modes train the same data. With in_batch each of
         the `samples_per_row` samples has its share of the row's, so that no micro-batch exceeds it.
         """
         tokens, tiles = self.max_packed_tokens, self.num_images_expected
-        if self.way == PADDED:
+        if self.packing_mode == PADDED:
             tokens = self.max_seq_length or PADDED_MAX_SEQ_LENGTH
-        elif self.way == IN_BATCH:
+        elif self.packing_mode == IN_BATCH:
             tokens, tiles = tokens // samples_per_row, tiles // samples_per_row
         return make(
             PackingConfig,
@@ -274,7 +274,7 @@ class DataTrainingArguments(PackingArguments):
             max_packed_tokens=tokens,
             num_images_expected=tiles,
             pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult),
-            packing=self.way in (STREAM, PRESET),
+            packing=self.packing_mode in (STREAM, PRESET),
             seed=seed,
         )
 

@@ -1,6 +1,6 @@
 """Which options do not go together, and why: one table, looked at before anything is loaded.
 
-The ways to make rows, by `--packing`:
+The modes that make rows, by `--packing`:
 
     padded     one sample a row, padded; for comparison
     stream     packs are planned while training reads the data
@@ -27,12 +27,12 @@ class Rule:
     """Options that do not go together.
 
     Attributes:
-        ways: the values of packing that it is about.
+        packing_modes: the values of packing that it is about.
         given: whether the options break it.
         why: what to say, a format string over the options and `packing`.
     """
 
-    ways: tuple[str, ...]
+    packing_modes: tuple[str, ...]
     given: Callable[[Mapping[str, Any]], bool]
     why: str
 
@@ -133,5 +133,5 @@ def check_combinations(packing: str, options: Mapping[str, Any]) -> None:
         UserError: some do not; names the first.
     """
     for rule in RULES:
-        if packing in rule.ways and rule.given(options):
+        if packing in rule.packing_modes and rule.given(options):
             raise UserError(rule.why.format(**{**options, "packing": packing}))

@@ -163,7 +163,7 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     Raises:
         UserError: a mistake in the options, the data or the environment.
     """
-    check_combinations(data_args.way, {**vars(args), **vars(data_args)})
+    check_combinations(data_args.packing_mode, {**vars(args), **vars(data_args)})
     check_precision("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
     wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
@@ -184,7 +184,7 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     trainer = make_trainer(model_args, data_args, args, data, model)
     for callback in make_callbacks(model_args, data_args, trainer):
         trainer.add_callback(callback)
-    return Run(trainer, data_args.way, checkpoint)
+    return Run(trainer, data_args.packing_mode, checkpoint)
 
 
 def compute_dtype(args: PackTrainingArguments) -> torch.dtype:
@@ -200,7 +200,12 @@ def make_packing(
     seed = args.seed if args.data_seed is None else args.data_seed
     packing = data_args.packing_config(seed, samples_per_row=args.per_device_train_batch_size)
     folder = model_args.model_name_or_path
-    if data_args.way == STREAM and not data_args.cost_model and folder and Path(folder, "config.json").is_file():
+    if (
+        data_args.packing_mode == STREAM
+        and not data_args.cost_model
+        and folder
+        and Path(folder, "config.json").is_file()
+    ):
         try:
             CostModel.from_name(folder)
             packing = replace(packing, cost_model=folder)
@@ -228,13 +233,13 @@ def make_data(
     encode = data_args.encode_config(vision_config(model_args))
     place = {"rank": ranks.data_rank, "world_size": ranks.data_ranks}
     train: PackedDataset
-    if data_args.way == PRESET:
+    if data_args.packing_mode == PRESET:
         preset, meta = str(data_args.preset_path), data_args.meta_path or None
         train = PresetDataset.open(preset, meta, tokenizer, packing, encode=encode, **place)
     else:
         train = PackedDataset.from_meta(str(data_args.meta_path), tokenizer, packing, encode=encode, **place)
     row_budget = (packing.max_packed_tokens, packing.num_images_expected)
-    if data_args.way == IN_BATCH:  # a pack is a sample, with its share of the row
+    if data_args.packing_mode == IN_BATCH:  # a pack is a sample, with its share of the row
         row_budget = (data_args.max_packed_tokens, data_args.num_images_expected)
     return Data(
         tokenizer=tokenizer,
@@ -312,13 +317,13 @@ def make_collator(
     Raises:
         UserError: rows would exceed their budget.
     """
-    packs = 1 if data_args.way == IN_BATCH else args.per_device_train_batch_size
+    packs = 1 if data_args.packing_mode == IN_BATCH else args.per_device_train_batch_size
     padding: dict[str, Any] = {
         "pad_to": data_args.max_packed_tokens * packs if data_args.strict_mode else None,
         "pad_seq_to_mult": data_args.pad_seq_to_mult,
         "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
     }
-    if data_args.way in (STREAM, PRESET):
+    if data_args.packing_mode in (STREAM, PRESET):
         return packed_collator(train, loss_reduction=data_args.loss_reduction, **padding)
     collator = partial(
         padded_collate_fn,
@@ -327,7 +332,7 @@ def make_collator(
         loss_reduction=data_args.loss_reduction,
         image_token_id=train.encoder.image_context_id,
     )
-    if data_args.way == IN_BATCH:
+    if data_args.packing_mode == IN_BATCH:
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}
         return partial(in_batch_collate_fn, **collator.keywords, **budget, **padding)
     return collator
@@ -414,7 +419,7 @@ def make_callbacks(
     ]
     if not data_args.use_packed_ds:
         return callbacks
-    packs = 1 if data_args.way == IN_BATCH else trainer.args.per_device_train_batch_size
+    packs = 1 if data_args.packing_mode == IN_BATCH else trainer.args.per_device_train_batch_size
     max_tokens, max_tiles = (packs * budget for budget in trainer.row_budget)
     if model_args.grad_checkpoint == AUTO:
         callbacks.append(CheckpointByMemory(trainer, max_tokens, max_tiles))

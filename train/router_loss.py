@@ -6,7 +6,7 @@ For each layer, with E experts, of which every token goes to k, over all T real 
 
 averaged over the layers; k where experts are used alike. Counts and probabilities are summed over micro-batches and
 ranks before they meet: of a mean of each sample's, row's or rank's loss every one would be another number for another
-way of packing. Pads count nowhere.
+mode of packing. Pads count nowhere.
 
 The counts must be known before the first micro-batch's backward pass. With one micro-batch a step they are those of its
 forward; with gradient accumulation all micro-batches of the step are run forward once more before, without gradients

@@ -108,7 +108,7 @@ def _multiple_of_packs(
     data_args: DataTrainingArguments, args: PackTrainingArguments, checkpoint: str | None, given: int
 ) -> int | None:
     """What the packs of a preset or of a saved run were filled by; None for packs yet to be made, or other options."""
-    if data_args.way == PRESET:
+    if data_args.packing_mode == PRESET:
         if args.sequence_parallel_size == 1 or not data_args.preset_path:
             return None
         planned = Preset(data_args.preset_path).settings["pad_to_multiple_of"]
