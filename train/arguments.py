@@ -200,13 +200,19 @@ class PackingArguments:
     )
 
 
+def _may_be_there(path: str) -> bool:
+    """Whether a path of data exists, or is a pattern, which is expanded when the data is opened."""
+    return Path(path).exists() or any(mark in path for mark in "{*?[")
+
+
 @dataclass
 class DataTrainingArguments(PackingArguments):
     """Which data, and how it becomes tokens and tiles."""
 
     meta_path: str | None = option(
         None,
-        "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}. A preset that holds its data needs none.",
+        "Meta file: JSON of {dataset: {root, annotation, repeat_time, ...}}; or, also as --data, a path of data itself "
+        "(JSON lines, Parquet, a saved Dataset, tar shards). A preset that holds its data needs none.",
         page="data.md",
     )
     eval_meta_path: str | None = option(
@@ -245,9 +251,9 @@ class DataTrainingArguments(PackingArguments):
     def __post_init__(self) -> None:
         if not self.meta_path and self.packing != PRESET:
             raise UserError("--meta_path is missing: give the meta file of the data")
-        if self.meta_path and not Path(self.meta_path).is_file():
+        if self.meta_path and not _may_be_there(self.meta_path):
             raise UserError(f"--meta_path {self.meta_path}: no such file")
-        if self.eval_meta_path and not Path(self.eval_meta_path).is_file():
+        if self.eval_meta_path and not _may_be_there(self.eval_meta_path):
             raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file")
         check_options(self, "--")
         self.use_packed_ds = self.use_packed_ds or self.packing is not None

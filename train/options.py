@@ -101,6 +101,10 @@ GONE = {
 }
 
 
+# Another name of an option: what a path of data without a meta file is given by.
+ALIASES = {"data": "meta_path"}
+
+
 class Parser(HfArgumentParser):
     """Our options by their declarations, in groups, and transformers' TrainingArguments."""
 
@@ -224,7 +228,9 @@ def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             check_dropped(name, " ".join(given) or "True")
             notes.append(f"--{name} has no effect here and is ignored: {DROPPED[name]}")
             continue
-        if name in RENAMED:
+        if name in ALIASES:
+            words.append(argv[i].replace(flag, f"--{ALIASES[name]}", 1))
+        elif name in RENAMED:
             notes.append(f"--{name} is now --{RENAMED[name]}")
             words.append(argv[i].replace(flag, f"--{RENAMED[name]}", 1))
         else:

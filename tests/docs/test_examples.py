@@ -273,7 +273,7 @@ def script_options(script: str) -> set[str]:
     if script == "train/finetune.py":
         from train.options import Parser
 
-        return {option for action in Parser()._actions for option in action.option_strings}
+        return {"--data"} | {option for action in Parser()._actions for option in action.option_strings}
     text = (ROOT / script).read_text(encoding="utf-8")
     rest = script_options("train/finetune.py") if "parse_known_args" in text else set()  # which it hands on
     return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *rest}

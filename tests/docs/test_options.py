@@ -15,7 +15,7 @@ from internvl_pack import EncodeConfig
 from internvl_pack.cli import command_helps
 from internvl_pack.encode.formats import known_templates
 from internvl_pack.options import Option
-from train.options import DROPPED, GONE, RENAMED, Parser
+from train.options import ALIASES, DROPPED, GONE, RENAMED, Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -42,7 +42,7 @@ def known_options() -> set[str]:
         importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}").configure(command)
         parsers.append(command)
     found = {word for p in parsers for action in p._actions for word in action.option_strings}
-    found |= {f"--{name}" for name in (*DROPPED, *GONE, *RENAMED)}
+    found |= {f"--{name}" for name in (*ALIASES, *DROPPED, *GONE, *RENAMED)}
     for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "train" / "make_tiny_model.py"]:
         found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text(encoding="utf-8")))
     return found

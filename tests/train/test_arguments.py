@@ -53,6 +53,16 @@ def test_no_option_is_both_offered_and_gone():
     assert set(RENAMED.values()) <= set(option_names())
 
 
+@pytest.mark.parametrize("given", [["--data", META], [f"--data={META}"], ["--meta_path", META]])
+def test_data_is_named_by_either_option(given):
+    assert "".join(modernise(given)).replace("=", "") == f"--meta_path{META}"
+
+
+def test_a_folder_or_a_pattern_of_data_is_taken(tmp_path):
+    for path in (str(tmp_path), f"{tmp_path}/train-*.parquet", f"{tmp_path}/s-{{0..3}}.tar"):
+        assert DataTrainingArguments(meta_path=path).meta_path == path
+
+
 @pytest.mark.parametrize(("name", "value"), DEFAULTS.items())
 def test_defaults_are_those_users_know(name, value):
     assert getattr(DataTrainingArguments(meta_path=META), name) == value
