@@ -63,7 +63,14 @@ def faulty_decode(monkeypatch, fault) -> None:
         return whole(ref, *args, **options)
 
     monkeypatch.setattr(encode_sample, "decode_tiles", decode_tiles)
-    monkeypatch.setattr(encode_sample, "check_pixels", decode_tiles)
+    pixels = encode_sample.decode_pixels
+
+    def decode_pixels(ref, *args, **options):
+        if f"{BAD:05d}_0" in ref.name:
+            raise fault
+        return pixels(ref, *args, **options)
+
+    monkeypatch.setattr(encode_sample, "decode_pixels", decode_pixels)
 
 
 STAGES = {"read": faulty_read, "encode": faulty_encode, "decode": faulty_decode}

@@ -58,7 +58,9 @@ def test_a_card_is_filled_up_and_it_is_told(tokenizer, monkeypatch, caplog):
     model = tiny_packed(tokenizer)
     model.gradient_checkpointing_enable()
     layers = {"decoder": decoder_layers(model.language_model), "vision": vision_layers(model.vision_modules[0])}
-    trainer = SimpleNamespace(model=model, model_wrapped=model, ranks=SimpleNamespace(processes=1))
+    trainer = SimpleNamespace(
+        packed_model=model, model_wrapped=model, ranks=SimpleNamespace(all_reduce=lambda counts, op: counts)
+    )
     args = SimpleNamespace(device=torch.device("cuda"))
 
     def tried(self, row):
