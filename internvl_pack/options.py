@@ -74,7 +74,25 @@ class Option:
 
 def option(default: Any, help: str, **words: Any) -> Any:
     """A dataclass field that is an option; `words` are those of `Option`."""
-    return field(default=default, metadata={"option": Option(help=help, **words)})
+    return _field(default, Option(help=help, **words))
+
+
+class _Help(str):
+    """A help text that knows its declaration: transformers' HfArgumentParser gives all metadata to argparse."""
+
+    said: Option
+
+
+def _field(default: Any, said: Option) -> Any:
+    text = _Help(said.help.replace("%", "%%"))
+    text.said = said
+    optional = {} if said.const is None else {"nargs": "?", "const": said.const}
+    return field(default=default, metadata={"help": text, **optional})
+
+
+def declared_option(f: Field) -> Option | None:
+    """What a field of a dataclass says of itself, None where it is no option of ours."""
+    return getattr(f.metadata.get("help"), "said", None)
 
 
 def from_config(config: type, name: str, **changes: Any) -> Any:
@@ -85,12 +103,13 @@ def from_config(config: type, name: str, **changes: Any) -> Any:
     declared = config.__dataclass_fields__[name]  # type: ignore[attr-defined]
     default, said = _of_command_line(declared)
     default = changes.pop("default", default)
-    return field(default=default, metadata={"option": replace(said, flag=None, **changes)})
+    return _field(default, replace(said, flag=None, **changes))
 
 
 def _of_command_line(declared: Field) -> tuple[Any, Option]:
     """Default and declaration of a field where a checkpoint may have the last word."""
-    said: Option = declared.metadata["option"]
+    said = declared_option(declared)
+    assert said is not None
     if not said.from_checkpoint:
         return declared.default, said
     text = f"{said.help} Default: the checkpoint's, else {declared.default}."
@@ -101,7 +120,7 @@ def options_of(config: type, names: Iterable[str] = ()) -> list[tuple[str, Field
     """(name on a command line, field, option) of each option of a dataclass, or of those of its fields `names`."""
     found = []
     for f in fields(config):
-        declared: Option | None = f.metadata.get("option")
+        declared = declared_option(f)
         if declared is not None and declared.flag != "" and (not names or f.name in names):
             found.append((declared.flag or f.name, f, declared))
     return found
@@ -117,7 +136,7 @@ def check_options(values: Any, prefix: str = "") -> None:
         UserError: names the option and its value.
     """
     for f in fields(values):
-        declared: Option | None = f.metadata.get("option")
+        declared = declared_option(f)
         if declared is not None:
             declared.check(prefix + (declared.flag or f.name), getattr(values, f.name))
 

@@ -14,7 +14,7 @@ import pytest
 from internvl_pack import EncodeConfig
 from internvl_pack.cli import command_helps
 from internvl_pack.encode.formats import known_templates
-from internvl_pack.options import Option
+from internvl_pack.options import Option, declared_option
 from train.options import ALIASES, DROPPED, GONE, RENAMED, Parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_the_page_shows_unit_default_choices_and_where_more_is():
 
 
 def test_every_chat_format_is_named():
-    said = EncodeConfig.__dataclass_fields__["conv_style"].metadata["option"]
+    said = declared_option(EncodeConfig.__dataclass_fields__["conv_style"])
     assert [name for name in known_templates() if name not in said.help] == []
 
 

@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import HfArgumentParser
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 
 from internvl_pack.errors import UserError
 from train import finetune
-from train.arguments import CONFIGS, DataTrainingArguments, find_deepspeed_config
+from train.arguments import (
+    CONFIGS,
+    DataTrainingArguments,
+    ModelArguments,
+    PackTrainingArguments,
+    find_deepspeed_config,
+)
 from train.environment import SECONDS_FOR_THE_FIRST_RANK
 from train.options import DROPPED, RENAMED, modernise, option_names, parse
 
@@ -61,6 +68,14 @@ def test_data_is_named_by_either_option(given):
 def test_a_folder_or_a_pattern_of_data_is_taken(tmp_path):
     for path in (str(tmp_path), f"{tmp_path}/train-*.parquet", f"{tmp_path}/s-{{0..3}}.tar"):
         assert DataTrainingArguments(meta_path=path).meta_path == path
+
+
+def test_the_dataclasses_go_into_transformers_own_parser(own_process, tmp_path):
+    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, PackTrainingArguments))
+    argv = [*MODEL, *DATA, "--output_dir", str(tmp_path), "--use_packed_ds", "True", "--grad_checkpoint"]
+    model, data, args = parser.parse_args_into_dataclasses(argv)
+    assert (model.grad_checkpoint, data.use_packed_ds, data.max_packed_tokens) == (True, True, 8192)
+    assert args.logging_steps == 1 and "Token budget of a row" in " ".join(parser.format_help().split())
 
 
 @pytest.mark.parametrize(("name", "value"), DEFAULTS.items())
