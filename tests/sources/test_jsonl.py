@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import subprocess
 import sys
+import time
 from itertools import chain, pairwise
 
 import pytest
@@ -194,6 +196,41 @@ def random_content(rng: random.Random) -> bytes:
     ]
     start = rng.choice([b"", b"", b"\xef\xbb\xbf"])
     return start + b"".join(rng.choices(pieces, k=rng.randint(0, 60)))
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """The content with bytes flipped, cut out, moved, or with something hostile written in between."""
+    a, b = sorted(rng.choices(range(len(content) + 1), k=2))
+    hostile = rng.choice(
+        [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 50_000, b'"' + b"\\" * 99_999, b"\0" * 100_000, b"\xff" * 9]
+    )
+    return rng.choice(
+        [
+            content[:a] + bytes(rng.randrange(256) for _ in range(min(9, b - a))) + content[a + min(9, b - a) :],
+            content[:a] + content[b:],
+            content[b:] + content[:a],
+            content[:a] + hostile + content[a:],
+        ]
+    )
+
+
+def test_random_damage_costs_the_rows_that_it_hits(tmp_path):
+    """Whatever stands in the file, a row is read or refused by a reason, in bounded time and memory."""
+    rng, rows = random.Random(3), [good(f"row {k}", text="some words of text " * 9) for k in range(40)]
+    content, read, refused, files = b"\n".join(rows), 0, 0, 0
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    for trial in range(60):
+        path = make(tmp_path, damaged(content, rng), f"{trial}.jsonl")
+        try:
+            found = verdicts(open_source(DatasetSpec(name="set", annotation=path)))
+        except UserError:  # no JSON lines at all
+            files += 1
+            continue
+        unharmed = sum(verdict.startswith("row ") for verdict in found)
+        read, refused = read + unharmed, refused + len(found) - unharmed
+    assert read > 60 * 10 and refused > 30 and files < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kB"
+    assert time.process_time() - begun < 10
 
 
 def test_the_index_is_the_same_whatever_the_size_of_the_chunks(tmp_path, monkeypatch):
