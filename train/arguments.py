@@ -394,6 +394,8 @@ class PackTrainingArguments(TrainingArguments):
             if given != value and given not in (None, "", [], False):
                 raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out, or {value}")
         check_options(self, "--")
+        if not self.output_dir:
+            raise UserError("--output_dir is missing: give the folder of the trained model and its checkpoints")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
         if self.save_only_model and self.resume_from_checkpoint:

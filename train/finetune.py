@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -258,6 +259,8 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
     """
     option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
     path = getattr(model_args, option)
+    if not os.path.isdir(path) and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        raise UserError(f"--{option} {path}: no such folder, and no hub name, which is owner/name")
     try:
         tokenizer = tokenizers.load_tokenizer(path)
     except UserError as error:

@@ -88,10 +88,10 @@ RUNS: list[tuple[str, tuple[str, ...]]] = [
 ]
 RUNS.append(("refused", ("--deepspeed", "zero_stage1", "--sequence_parallel_size", "3")))
 REFUSED = {
-    "no rank": (("--sequence_parallel_size", "0"), "--sequence_parallel_size 0: give 1"),
+    "no rank": (("--sequence_parallel_size", "0"), "--sequence_parallel_size is 0: give at least 1 GPU"),
     "mode": (
         ("--sequence_parallel_size", "2", "--sequence_parallel_mode", "zigzag"),
-        "--sequence_parallel_mode 'zigzag' is unknown: use ulysses or ring",
+        "--sequence_parallel_mode 'zigzag' is unknown: use one of ulysses, ring",
     ),
     "heads": (
         ("--sequence_parallel_size", "8"),

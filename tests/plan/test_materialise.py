@@ -196,7 +196,7 @@ def test_the_command_writes_the_data_and_tells_how_full_the_packs_are(text, toke
     loader = build_loader(PresetDataset.open(tmp_path / "preset", None, tokenizer))
     assert sum(batch["num_real_tokens"] for batch in loader) == figures["tokens"]
     assert main([*command, "--packing_policy", "none"]) == 2
-    assert "--packing_policy none is unknown" in capsys.readouterr().err
+    assert "--packing_policy 'none' is unknown" in capsys.readouterr().err
 
 
 def test_augmented_images_and_parts_of_samples_are_those_of_the_stream(tokenizer, tmp_path):

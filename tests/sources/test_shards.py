@@ -727,7 +727,7 @@ def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
     return bytes(block)
 
 
-def record(key: str) -> bytes:
+def empty_record(key: str) -> bytes:
     return header(f"{key}.json", b"%011o\0" % 2) + b"{}".ljust(512, b"\0")
 
 
@@ -737,7 +737,7 @@ FORGED = {
     "a negative size": header("x.json", b"\xff" * 12),
     "a pax header of 2 GB": header("p", b"17777777777\0", b"x") + b"12 path=evil\n".ljust(512, b"\0"),
     "a pax record that is longer": header("p", b"%011o\0" % 512, b"x") + b"999999999 path=x\n".ljust(512, b"\0"),
-    "a pax size below 0": header("p", b"%011o\0" % 512, b"x") + b"12 size=-10\n".ljust(512, b"\0") + record("n"),
+    "a pax size below 0": header("p", b"%011o\0" % 512, b"x") + b"12 size=-10\n".ljust(512, b"\0") + empty_record("n"),
     "a name of 2 GB": header("././@LongLink", b"17777777777\0", b"L") + b"n" * 512,
 }
 
@@ -745,7 +745,7 @@ FORGED = {
 @pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
 def test_headers_that_claim_more_than_there_is_cost_no_memory_and_no_earlier_sample(forged, tmp_path):
     path = tmp_path / "a.tar"
-    path.write_bytes(record("a") + record("b") + forged + record("c") + bytes(1024))
+    path.write_bytes(empty_record("a") + empty_record("b") + forged + empty_record("c") + bytes(1024))
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     source = ShardSource("d", [str(path)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kB"

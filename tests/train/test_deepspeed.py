@@ -74,7 +74,7 @@ def reference(made, tokenizer) -> tuple[list[float], list[float], dict[str, torc
     """Losses, gradient norms and final weights of a loop of plain PyTorch over the same packs, one at a time."""
     # Packs of a step are of like cost, by the operations of the model that is trained.
     config = PackingConfig(max_packed_tokens=320, num_images_expected=8, cost_model=str(made / "model"), seed=SEED)
-    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config(14)
+    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config({})
     ranks = [
         PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=encode, rank=r, world_size=2)
         for r in range(2)
@@ -146,6 +146,6 @@ def load(output_dir: Path):
 
 def test_the_reference_covers_a_row_without_images(made, tokenizer):
     config = PackingConfig(max_packed_tokens=320, num_images_expected=8)
-    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config(14)
+    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config({})
     rows = list(PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=encode))
     assert {bool(len(packed_collate_fn([row], image_size=56)["pixel_values"])) for row in rows} == {True, False}

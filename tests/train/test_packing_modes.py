@@ -110,7 +110,7 @@ REFUSED = [
     (("--packing", "packed"), "--packing 'packed' is unknown: use one of stream, in_batch, preset"),
     (("--packing", "in_batch"), "--per_device_train_batch_size 1"),
     (("--packing", "preset"), "--preset_path"),
-    (("--packing", "preset", "--preset_path", "nowhere"), "preset nowhere: no preset.json there"),
+    (("--packing", "preset", "--preset_path", "nowhere"), "/nowhere: no preset.json there"),
     (("--use_packed_ds", "True", "--preset_path", "nowhere"), "--preset_path with --packing stream"),
     (("--packing", "stream", "--pad_seq_to_mult", "0"), "--pad_seq_to_mult is 0"),
 ]
