@@ -19,6 +19,7 @@ import numpy as np
 
 from ..config import PackingConfig
 from ..errors import RemoteDataError
+from ..options import count
 from ..order.mixture import Mixture
 from ..packing.budget import Budget
 from ..packing.cost import CostModel
@@ -40,9 +41,8 @@ REMOTE_SAMPLES = 200  # where images are fetched from a server: each takes a req
 REMOTE_SECONDS = 30.0  # then it has to do with those that came
 GOLDEN = 0.6180339887498949  # of the epoch: steps of this length spread evenly, however many are taken
 
-LOW_FILL = 0.8  # of the tokens of a row
+LOW_FILL = 0.8  # of the tokens of a row; of the tiles from here on: they are what ends a pack
 FEW_SAMPLES = 1.5  # a pack: most packs hold one
-FULL = 0.9  # of the tiles: they are what ends a pack
 IDLE = 0.1  # of the places for packs in an epoch's steps
 CLOSE_FILL, CLOSE_SAMPLES = 0.05, 0.15  # how far packs may be from the estimate: of the budget, of the samples
 
@@ -135,9 +135,10 @@ class PackingEstimate:
         even = "" if self.rank_efficiency is None or self.num_ranks == 1 else f", ranks {self.rank_efficiency:.1%} even"
         return (
             f"packing: rows of {self.budget[0]:,} tokens and {self.budget[1]} tiles; an epoch has {about}"
-            f"{self.steps:,} steps of {self.packs_per_step:,} packs ({how}), {self.steps_over_bound:.3f} times the "
-            f"least possible; {self.packs:,.0f} packs, {self.samples_per_pack:.1f} samples a pack, token fill "
-            f"{self.token_fill:.1%}, tile fill {self.tile_fill:.1%}{even}"
+            f"{count(self.steps, 'steps')} of {count(self.packs_per_step, 'packs')} ({how}), "
+            f"{self.steps_over_bound:.3f} times the least possible; "
+            f"{self.packs:,.0f} packs, {self.samples_per_pack:.1f} samples a pack, "
+            f"token fill {self.token_fill:.1%}, tile fill {self.tile_fill:.1%}{even}"
         )
 
     def trouble(self) -> str | None:
@@ -146,7 +147,8 @@ class PackingEstimate:
         mean_tokens, mean_tiles = self.tokens / max(1.0, self.samples), self.tiles / max(1.0, self.samples)
         tokens, tiles = self.budget
         what = f"packing does little: {self.samples_per_pack:.1f} samples a pack, token fill {self.token_fill:.0%}"
-        if (few or low) and (self.tile_fill >= FULL or mean_tiles > tiles / 2):
+        tiles_first = self.tile_fill >= LOW_FILL and self.tile_fill > self.token_fill
+        if (few or low) and (tiles_first or mean_tiles > tiles / 2):
             wanted = max(math.ceil(tokens * self.tiles / max(1.0, self.tokens)), math.ceil(2 * mean_tiles))
             return (
                 f"{what}, because tiles fill rows first ({mean_tiles:.1f} in a sample of {mean_tokens:,.0f} tokens): "
@@ -161,8 +163,11 @@ class PackingEstimate:
                 f"--gradient_accumulation_steps x --per_device_train_batch_size to {most:,} or less, or lower "
                 "--max_packed_tokens"
             )
-        if (few or low) and self.packs <= 2:
-            return f"{what}, because all of the data fits into {self.packs:,.0f} rows: train on more samples"
+        # Of little data the last row is a large share: where rows are as few as can be, no packer fills them better.
+        least = math.ceil(max(self.tokens / tokens, self.tiles / max(1, tiles)))
+        if ((few or low) and self.packs <= 2) or (low and self.packs <= least):
+            rows = count(round(self.packs), "rows")
+            return f"{what}, because all of the data fits into {rows}: train on more samples"
         if (few or low) and mean_tokens > tokens / 2:
             return (
                 f"{what}, because samples have {mean_tokens:,.0f} of a row's {tokens:,} tokens: raise "
@@ -210,7 +215,7 @@ class RunEstimate:
         if self.exact:
             return "counted"
         if self.first.exact:
-            return f"counted for {len(self.epochs)} epochs, estimated beyond"
+            return f"counted for {count(len(self.epochs), 'epochs')}, estimated beyond"
         why = ", since images are fetched by address" if self.remote else ""
         return f"estimated from {self.first.num_planned:,} samples{why}"
 

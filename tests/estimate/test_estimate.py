@@ -159,7 +159,19 @@ TROUBLES = [
         "the data is small for 64 packs a step on 64 ranks: 100 packs make 2 steps, in which 22% of the places stay "
         "empty: lower ranks x --gradient_accumulation_steps x --per_device_train_batch_size to 10 or less",
     ),
-    ({"packs": 1, "steps": 1, "packs_per_step": 1, "tokens": 900, "samples": 3, "tiles": 3}, "fits into 1 rows"),
+    ({"packs": 1, "steps": 1, "packs_per_step": 1, "tokens": 900, "samples": 3, "tiles": 3}, "fits into 1 row: "),
+    (
+        {"packs": 3, "steps": 3, "packs_per_step": 1, "budget": (1024, 12), "samples": 24, "tokens": 1137, "tiles": 30},
+        "tiles fill rows first (1.2 in a sample of 47 tokens): raise --num_images_expected from 12 to about 28",
+    ),
+    (
+        {"packs": 3, "steps": 3, "packs_per_step": 1, "samples": 24, "tokens": 36000, "tiles": 30},
+        "token fill 73%, because all of the data fits into 3 rows: train on more samples",
+    ),
+    (
+        {"packs": 3, "steps": 3, "packs_per_step": 1, "samples": 24, "tokens": 24000, "tiles": 100},
+        "token fill 49%, because all of the data fits into 3 rows: train on more samples",
+    ),
 ]
 
 
