@@ -53,7 +53,7 @@ class EpochControl(TrainerCallback):
             return  # a number of steps it is; whole epochs end with the plan
         if state.global_step >= state.max_steps:
             control.should_training_stop = False
-            state.max_steps = state.global_step + 1
+            state.max_steps = state.global_step  # no fewer than were made, should the estimate have been too low
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.trainer.stopped_by:  # the epoch has not ended

@@ -37,6 +37,7 @@ from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model, check_loadable
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.options import count
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.parallel import enable_sequence_parallel, make_groups
 from internvl_pack.samples import Samples
@@ -132,12 +133,16 @@ class Run:
         trainer.save_model()
         trainer.save_state()
         if not trainer.metrics.here:
-            logger.info("nothing was left to train; the summary of the run that ended stays as it is")
+            logger.info(
+                "the run is complete: all %s are trained; for more, raise --num_train_epochs or --max_steps",
+                count(trainer.state.global_step, "steps"),
+            )
         elif is_main_process():
             figures = accounting.summarise(trainer, ledger, packing=self.packing)
             accounting.write_summary(figures, trainer.output_dir)
             for line in accounting.summary_lines(figures, ledger):
                 logger.info(line)
+        logger.info("the model and what was logged are in %s", trainer.output_dir)
         return 0
 
 
@@ -293,10 +298,12 @@ def make_held_out(
     Raises:
         UserError: evaluation is asked for without data, or the data cannot be used.
     """
-    wanted = args.do_eval or str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    if wanted != bool(data_args.eval_meta_path):
-        what = "needs --eval_meta_path" if wanted else "needs --do_eval True or --eval_strategy steps"
-        raise UserError(f"--{'do_eval' if wanted else 'eval_meta_path'} {what}")
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    wanted = args.do_eval or strategy != "no"
+    if wanted and not data_args.eval_meta_path:
+        raise UserError(f"--{'do_eval' if strategy == 'no' else f'eval_strategy {strategy}'} needs --eval_meta_path")
+    if data_args.eval_meta_path and not wanted:
+        raise UserError("--eval_meta_path needs --do_eval True or --eval_strategy steps")
     if not wanted:
         return None
     specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(str(data_args.eval_meta_path))]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.options import count
 from internvl_pack.parallel.agreement import Agreement
 from internvl_pack.parallel.slices import count_slice_targets
 from internvl_pack.stream.dataset import PackedDataset
@@ -227,13 +228,14 @@ class PackTrainer(StepTrainer):
         if args.max_steps > 0:
             num_epochs, total = sys.maxsize, args.max_steps
         else:
-            total = max(1, estimate.total_steps(args.num_train_epochs))
+            epochs = float(args.num_train_epochs)
+            total = max(1, estimate.total_steps(epochs))
             logger.warning(
-                "%d optimizer steps in %g epochs (%s), %d packs a step",
-                total,
-                args.num_train_epochs,
+                "%s in %s (%s), %s a step",
+                count(total, "optimizer steps"),
+                count(int(epochs) if epochs.is_integer() else epochs, "epochs"),
                 estimate.how if estimate.exact else f"{estimate.how}; the run ends with the data, not at this number",
-                loader.packs_per_step,
+                count(loader.packs_per_step, "packs"),
             )
         batches = max(1, estimate.steps(0)) * args.gradient_accumulation_steps
         num_samples = loader.packed_dataset.num_positions
@@ -355,6 +357,9 @@ class PackTrainer(StepTrainer):
         resumed = bool(resume_from_checkpoint)
         quarantine = Quarantine(self.loader, self.output_dir, self.ranks, resumed=resumed)
         self.add_callback(quarantine)
+        transformers_log = logging.getLogger("transformers.trainer")
+        if resumed:
+            transformers_log.addFilter(_is_of_use)
         try:
             with self.stop_request.listening():
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -363,6 +368,7 @@ class PackTrainer(StepTrainer):
             raise
         finally:
             self.remove_callback(quarantine)
+            transformers_log.removeFilter(_is_of_use)
         quarantine.flush()
         return output
 
@@ -438,3 +444,8 @@ class PackTrainer(StepTrainer):
                 OPTIMIZER: optimizer_options(self.args),
             }
             mark(folder, self.loader.state_dict() | more | self.also_saved)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """False for what transformers says of an epoch that a resumed run had ended: it takes that for a lack of data."""
+    return "not to be a single sample" not in str(record.msg)

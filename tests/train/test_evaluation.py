@@ -90,18 +90,21 @@ def test_figures_are_those_of_samples_one_by_one_on_any_ranks_workers_and_budget
         assert set(seen) == {*expected, "eval_loss_second"}
 
 
-def test_evaluation_without_held_out_data_is_refused(made, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("given", "named"), [(("--do_eval", "True"), "--do_eval"), (("--eval_strategy", "steps"), "--eval_strategy steps")]
+)
+def test_evaluation_without_held_out_data_is_refused(made, tmp_path, capsys, given, named):
     from train import finetune
 
     argv = ["--model_name_or_path", str(made / "model"), "--meta_path", str(made / "meta.json")]
-    argv += ["--output_dir", str(tmp_path), "--force_image_size", "56", "--use_cpu", "True", "--do_eval", "True"]
+    argv += ["--output_dir", str(tmp_path), "--force_image_size", "56", "--use_cpu", "True", *given]
     saved = os.environ.copy()
     try:
         assert finetune.main(argv) == 2
     finally:
         os.environ.clear()
         os.environ.update(saved)
-    assert "--do_eval needs --eval_meta_path" in capsys.readouterr().err
+    assert f"{named} needs --eval_meta_path" in capsys.readouterr().err
 
 
 def test_a_dataset_has_its_own_figures_whatever_it_is_called():

@@ -80,11 +80,19 @@ def test_going_on_from_the_very_end_of_an_epoch_trains_the_next_one_in_full(trai
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_resuming_a_run_that_had_ended_changes_nothing(train, tmp_path):
-    options = ("--use_packed_ds", "True", "--max_steps", "2", "--save_steps", "2", "--resume_from_checkpoint", "auto")
+@pytest.mark.parametrize(("length", "steps"), [(("--max_steps", "2"), 2), (("--num_train_epochs", "1"), None)])
+def test_resuming_a_run_that_had_ended_says_so_and_changes_nothing(train, tmp_path, capfd, length, steps):
+    options = ("--use_packed_ds", "True", *length, "--save_steps", "2", "--resume_from_checkpoint", "auto")
     assert train(*options) == 0
     before, summary = weights(tmp_path), summary_of(tmp_path)
+    steps = steps or summary["steps"]
+    said = capfd.readouterr().err
+    assert "--max_steps" in length or f"{steps} optimizer steps in 1 epoch (counted), 1 pack a step\n" in said
+    assert f"step {steps}/{steps}: " in said and f"step {steps}/{steps + 1}" not in said
+    assert said.splitlines()[-1].endswith(f" in {tmp_path}")
     assert train(*options) == 0
+    said = capfd.readouterr().err
+    assert f"the run is complete: all {steps} steps are trained" in said and "single sample" not in said
     after = weights(tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert summary_of(tmp_path) == summary
