@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..survey.survey import Survey
 
 BUDGETS = ("max_packed_tokens", "num_images_expected", "max_seq_length")
+META_HELP = "meta file (JSON) of the datasets, or a path of data itself: JSON lines, Parquet, tar shards, a folder"
 STAND_IN = "a small one built from the data stands in: token counts differ from the model's"
 
 

@@ -18,6 +18,7 @@ from ..sources.meta import DatasetSpec, load_meta
 from ..survey.workers import in_order
 from ._options import (
     BUDGETS,
+    META_HELP,
     add_encoding,
     add_workers,
     measure_with_bar,
@@ -47,7 +48,7 @@ class Indexed(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("meta", help=META_HELP)
     add_workers(parser)
     parser.add_argument("--force", action="store_true", help="write anew the indexes that are current, too")
     parser.add_argument(

@@ -13,6 +13,7 @@ from ..packing.offline import OFFLINE_POLICIES
 from ..packing.policies import POLICIES
 from ._options import (
     BUDGETS,
+    META_HELP,
     add_encoding,
     add_not_needed,
     add_workers,
@@ -36,7 +37,7 @@ class PlanOptions:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("meta", help=META_HELP)
     parser.add_argument(
         "--out", metavar="DIR", required=True, help="folder of the preset; a plan that was stopped goes on"
     )

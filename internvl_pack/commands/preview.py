@@ -13,6 +13,7 @@ from ..config import RowOptions
 from ..errors import UserError
 from ..options import add_options, make
 from ._options import (
+    META_HELP,
     STAND_IN,
     StepOptions,
     add_run_options,
@@ -47,7 +48,7 @@ SHOWN = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("meta", help=META_HELP)
     parser.add_argument("--packs", type=int, default=8, help="rows to show, from the epoch's first (default: 8)")
     parser.add_argument("--out", metavar="FILE", required=True, help="the page, one HTML file")
     parser.add_argument("--json", action="store_true", help="print what was shown as one JSON object on the last line")

@@ -13,6 +13,7 @@ from ..config import RowOptions
 from ..errors import UserError
 from ..options import add_options, count, make
 from ._options import (
+    META_HELP,
     STAND_IN,
     StepOptions,
     add_run_options,
@@ -32,7 +33,7 @@ SMALL = 2000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("meta", help=META_HELP)
     parser.add_argument("--out", metavar="DIR", help="write plots (PNG) and one self-contained page, stats.html")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     add_workers(parser)

@@ -10,15 +10,33 @@ from typing import Any, TextIO
 from ..config import PackingConfig
 from ..errors import UserError
 from ..options import add_options
-from ..survey.validate import NUM_EXAMPLES, BadSample, Checker, Report, count_unknown_fields, report_lines, validate
-from ._options import BUDGETS, add_encoding, add_workers, num_workers, open_samples, packing_config, survey_root
+from ..survey.validate import (
+    NUM_EXAMPLES,
+    BadSample,
+    Checker,
+    Report,
+    count_unknown_fields,
+    report_lines,
+    root_lines,
+    validate,
+)
+from ._options import (
+    BUDGETS,
+    META_HELP,
+    add_encoding,
+    add_workers,
+    num_workers,
+    open_samples,
+    packing_config,
+    survey_root,
+)
 from ._table import table
 
 HELP = "Check every sample of a meta file as training would see it; exit code 1 if any is bad."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("meta", help="meta file (JSON) of the datasets")
+    parser.add_argument("meta", help=META_HELP)
     parser.add_argument(
         "--decode", action="store_true", help="decode all pixels; without it images are judged by their headers"
     )
@@ -53,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 listed.extend(bad)
     show(report, checker)
     unknown = count_unknown_fields(checker.samples.sources)
-    for line in report_lines(unknown):
+    for line in [*root_lines(report, checker.samples.specs), *report_lines(unknown)]:
         print(line)
     if listed is not None:
         result = {

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ..errors import SampleError
+from ..sources.normalise import IMAGES, TURNS
 from .chat import Turn
-from .fields import is_preference, system_of
+from .fields import is_preference, misspelt, system_of
 from .notations import bind_other_notations
 
 PLACEHOLDER = "<image>"
@@ -59,7 +60,9 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
         )
     if not isinstance(conversation, list) or not conversation:
         raise SampleError(
-            "no_conversation", "neither 'conversations' nor 'messages' of the record is a list of at least one turn"
+            "no_conversation",
+            "neither 'conversations' nor 'messages' of the record is a list of at least one turn"
+            + misspelt(data, TURNS),
         )
     if len(conversation) > MAX_TURNS:
         raise SampleError("too_many_turns", f"{len(conversation)} turns, more than {MAX_TURNS}")
@@ -113,22 +116,23 @@ def image_names_of(data: Mapping) -> list[str]:
     if isinstance(names, str):
         return [names]
     if not isinstance(names, list):
-        raise SampleError("image_field", f"field 'image' is {_kind(names)}, not a string or a list of strings")
+        raise SampleError("image_field", f"'image' or 'images' is {_kind(names)}, not a string or a list of strings")
     if len(names) > MAX_IMAGES:
         raise SampleError("too_many_images", f"{len(names)} images, more than {MAX_IMAGES}")
     for number, name in enumerate(names, 1):
         if not isinstance(name, str) or not name:
-            raise SampleError("image_field", f"entry {number} of field 'image' is {_kind(name)}, not a file name")
+            raise SampleError("image_field", f"entry {number} of 'image' or 'images' is {_kind(name)}, not a file name")
     return names
 
 
-def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
+def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = MappingProxyType({})) -> list[Turn]:
     """Cut the human turns, or the pretrain turn, where images stand.
 
     `<image>` counts in those turns only. With as many as images, each is one, in order. With images and no `<image>`,
     all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
     text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. Other
     notations of an image (`<IMAGE>`, `<image_1>`) are taken for `<image>` where that is clear, see notations.py.
+    The error names a misspelt field of images in `data`, the record.
 
     Raises:
         SampleError: `placeholder_mismatch`.
@@ -138,7 +142,8 @@ def bind_images(turns: list[tuple[str, str]], num_images: int) -> list[Turn]:
     found = sum(text.count(PLACEHOLDER) for text in human)
     if num_images == 0:
         if found and any(_AT_LINE_BORDER.search(text) for text in human):
-            raise SampleError("placeholder_mismatch", f"{_counted(found, 'placeholder')} <image>, but no image")
+            what = f"{_counted(found, 'placeholder')} <image>, but no image"
+            raise SampleError("placeholder_mismatch", what + misspelt(data, IMAGES))
         if any(_VIDEO_AT_LINE_BORDER.search(text) for text in human):
             raise SampleError("placeholder_mismatch", "a placeholder <video>, but no video")
         return [Turn(role, (text,)) for role, text in turns]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import SampleError
+from ..sources.names import meant
 
 # Marks of a turn that say whether its answer is trained: true or 1, false or 0.
 TRAINING_FLAGS = ("loss", "weight", "train", "trainable", "loss_mask")
@@ -175,6 +176,14 @@ def unknown_fields(data: Mapping[str, Any]) -> list[str]:
             if is_filled(turn[name]):
                 of_turns[f"conversations[].{name}"] = None
     return [name[:80] for name in (*found, *sorted(of_turns))][:_MANY]
+
+
+def misspelt(data: Mapping[str, Any], names: Sequence[str]) -> str:
+    """`; the record has 'imgae': did you mean 'image'?` where an unknown field is nearly one of `names`; else ""."""
+    for field in unknown_fields(data):
+        if "did you mean" in (hint := meant(field, names, cutoff=0.75)):
+            return f"; the record has {field!r}{hint}"
+    return ""
 
 
 def _turns(data: Mapping[str, Any]) -> Iterator[tuple[int, dict]]:

@@ -301,7 +301,7 @@ class Encoder:
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
         template = self._plain_text if turns[0][0] == "pretrain" else self._template
-        bound = bind_images(turns, len(frames) or len(names))
+        bound = bind_images(turns, len(frames) or len(names), raw.data)
         if isinstance(template, TokenizerTemplate):
             parts = template.layout(bound, tools_of(raw.data, written=True))
         else:

@@ -43,6 +43,16 @@ def entry_of(path: str) -> dict[str, dict[str, Any]] | None:
     return {name: {"annotation": base}} if _holds_records(head) else None
 
 
+def fields_of_lines(head: bytes) -> list[str]:
+    """The fields of the object that fills the first line of a file, the first few; none where no object does."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        record = json.loads(text.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return []
+    return [name[:40] for name in list(record)[:20]] if isinstance(record, dict) else []
+
+
 def _holds_records(head: bytes) -> bool:
     """Whether a file begins with a record that has turns, or with a JSON array, which its reader reports."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()

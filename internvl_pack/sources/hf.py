@@ -234,9 +234,11 @@ def _check_columns(name: str, dataset: Any, conversations: str | None, image: st
         if chosen is not None and chosen not in columns:
             raise UserError(f"dataset {name!r}: option {option!r}: no column {chosen!r}{meant(chosen, columns)}")
     if conversations is None and not any(key in columns for key in TURNS):
+        near = [column for column in columns if "did you mean" in meant(column, TURNS, cutoff=0.75)]
         raise UserError(
-            f"dataset {name!r}: no column {' or '.join(map(repr, TURNS))}: name that of the turns by the option "
-            f"'conversations' (there are {', '.join(columns)})"
+            f"dataset {name!r}: no column {' or '.join(map(repr, TURNS))} (there are {', '.join(columns)}): name that "
+            'of the turns in the meta file: {"source": "datasets", "options": {"path": ..., "conversations": '
+            f'"{near[0] if near else "..."}"}}}}'
         )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from ..errors import UserError
 from .addresses import is_remote, system_path
-from .data_path import entry_of
+from .data_path import entry_of, fields_of_lines
 from .names import meant
+from .normalise import TURNS
 from .reach import hosts_of
 from .tables import is_table, no_table
 
@@ -131,9 +132,13 @@ def _read_meta(meta_file: str) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{meta_file}: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        hint = ""
-        if error.msg == "Extra data":
-            hint = " (a meta file is one JSON object; of JSON lines the first must have 'conversations' or 'messages')"
+        if error.msg == "Extra data" and (fields := fields_of_lines(raw)):
+            near = next((hint for name in fields if "did you mean" in (hint := meant(name, TURNS, cutoff=0.75))), "")
+            raise UserError(
+                f"{meta_file} looks like JSON lines whose records have the fields {', '.join(map(repr, fields))}: the "
+                f"turns are expected in 'conversations' or 'messages'{near}"
+            ) from None
+        hint = " (a meta file is one JSON object)" if error.msg == "Extra data" else ""
         raise UserError(f"{meta_file}: line {error.lineno}, column {error.colno}: {error.msg}{hint}") from None
     except RecursionError:
         raise UserError(f"{meta_file}: nested too deeply") from None

@@ -28,16 +28,22 @@ def normalised(data: dict[str, Any]) -> dict[str, Any]:
 
     `messages` may stand for `conversations` and `images` for `image`. Turns may be a list, the JSON of one, or a dict
     of equally long lists. A text may be a list of parts: those of images become `<image>` and a line break, as the
-    models' chat templates write them, and name their images or stand for the record's, in order.
+    models' chat templates write them, and name their images or stand for the record's, in order. An image
+    may be `{"path": ...}`.
 
     Raises:
         SampleError: `conversation_ambiguous`, `image_field`, `turn_value_not_text` or `placeholder_mismatch`.
     """
     turns = _turns_of(data)
     in_parts = isinstance(turns, list) and any(_key_of_parts(turn) for turn in turns)
-    if not in_parts and turns is data.get("conversations") and "messages" not in data and "images" not in data:
+    in_order = turns is data.get("conversations") and "messages" not in data and "images" not in data
+    if not in_parts and in_order and not _has_structs(data.get("image")):
         return data
     images = _one_of(data, IMAGES, "image_field")
+    if _has_structs(images):
+        field = next(name for name in IMAGES if data.get(name) is images)
+        named = [_name_of(image, number, field) for number, image in enumerate(as_list(images), 1)]
+        images = named if isinstance(images, (list, tuple)) else named[0]
     if in_parts:
         turns, images = _written_out(turns, images)
     found = {key: value for key, value in data.items() if key not in (*TURNS, *IMAGES)}
@@ -59,6 +65,27 @@ def as_list(images: Any) -> list[Any]:
     if is_absent(images):
         return []
     return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _is_struct(image: Any) -> bool:
+    """Whether an image is a struct without bytes, of which the path is its name."""
+    return isinstance(image, Mapping) and not is_absent(image) and image.get("bytes") is None
+
+
+def _has_structs(images: Any) -> bool:
+    return any(map(_is_struct, images)) if isinstance(images, (list, tuple)) else _is_struct(images)
+
+
+def _name_of(image: Any, number: int, field: str) -> Any:
+    """The path of a struct `{"path": ...}` without bytes; anything else as it is."""
+    if not _is_struct(image):
+        return image
+    if image.get("path") is None:
+        found = ", ".join(str(key)[:40] for key in list(image)[:10])
+        raise SampleError(
+            "image_field", f"entry {number} of field {field!r} is an object without 'path' or 'bytes' (it has {found})"
+        )
+    return image["path"]
 
 
 def _one_of(data: Mapping[str, Any], names: tuple[str, str], reason: str) -> Any:
@@ -136,5 +163,6 @@ def _text_of(part: Any, number: int, named: list[Any]) -> str:
     image = next((found[key] for key in _IMAGE_PARTS if not is_absent(found.get(key))), None)
     if isinstance(image, Mapping) and isinstance(image.get("url"), str):
         image = image["url"]
+    image = _name_of(image, len(named) + 1, "content")
     named.append(image.removeprefix("file://") if isinstance(image, str) else image)
     return "<image>\n"

@@ -9,6 +9,7 @@ reported in the order of the data whatever the number of workers. Memory is flat
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..config import PackingConfig, check_budget
-from ..encode.fields import unknown_fields
+from ..encode.fields import RECORD_FIELDS, TURN_FIELDS, unknown_fields
 from ..errors import SampleError, isolate_sample_errors, without_traces
 from ..samples import Samples
-from ..sources import Source
+from ..sources import DatasetSpec, Source
+from ..sources.names import meant
+from ..sources.normalise import IMAGES, TURNS
 from ..sources.shards import ShardSource
 from .survey import Part, Survey
 from .workers import in_order
@@ -73,6 +76,7 @@ class Report:
     samples: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[BadSample]] = field(default_factory=dict)  # by reason, the first few
+    without_images: set[str] = field(default_factory=set)  # datasets of which an image is missing
 
     @property
     def good(self) -> int:
@@ -82,6 +86,8 @@ class Report:
         self.samples += num_samples
         for sample in bad:
             self.reasons[sample.reason] += 1
+            if sample.reason == "image_missing":
+                self.without_images.add(sample.dataset)
             examples = self.examples.setdefault(sample.reason, [])
             if len(examples) < NUM_EXAMPLES:
                 examples.append(sample)
@@ -219,7 +225,27 @@ def count_unknown_fields(sources: Sequence[Source], max_rows: int = FIELD_ROWS) 
 
 
 def report_lines(counts: Counter[str]) -> list[str]:
-    """A line for each field, the most frequent first."""
+    """A line for each field, the most frequent first, with the known one that it may stand for."""
     return [
-        f"passed over, as no such field is known: {name} ({count:,} records)" for name, count in counts.most_common()
+        f"passed over, as no such field is known: {name} ({count:,} records){_known_as(name)}"
+        for name, count in counts.most_common()
+    ]
+
+
+def _known_as(name: str) -> str:
+    """`: did you mean 'image'?` for `dataset: imgae`; "" where no known field is near."""
+    field = name.rpartition(": ")[2]
+    of_turn = field.removeprefix("conversations[].")
+    known = TURN_FIELDS if of_turn != field else {*RECORD_FIELDS, *TURNS, *IMAGES}
+    hint = meant(of_turn, sorted(known), cutoff=0.75)
+    return hint if "did you mean" in hint else ""
+
+
+def root_lines(report: Report, specs: Sequence[DatasetSpec]) -> list[str]:
+    """A line for each dataset with missing images whose `root` is the meta file's folder."""
+    return [
+        f"dataset {spec.name!r}: images are looked for below {spec.root}, the meta file's folder, as its entry in the "
+        "meta file has no other 'root': add one if they lie elsewhere"
+        for spec in specs
+        if spec.name in report.without_images and spec.annotation and spec.root == os.path.dirname(spec.meta_file)
     ]

@@ -86,7 +86,7 @@ CASES = {
     "image_field_shapes.jsonl": {
         "s1_string": 1,
         "s2_list1": 1,
-        "s3_dict": "image_field",
+        "s3_dict": 1,
         "s4_images_key": 1,
         "s5_list_with_null": "image_field",
         "s6_int": "image_field",

@@ -11,7 +11,8 @@ import pytest
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.sources import load_meta, open_source
 
-RECORD = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}], "images": []}
+ASK = {"role": "user", "content": "Hi."}
+RECORD = {"messages": [ASK, {"role": "assistant", "content": "Ho."}], "images": []}
 LINE = json.dumps(RECORD) + "\n"
 
 
@@ -135,6 +136,22 @@ def test_a_table_without_turns_says_which_columns_there_are(tmp_path):
     datasets.Dataset.from_list([{"question": "?"}]).to_parquet(str(tmp_path / "a.parquet"))
     with pytest.raises(UserError, match=r"no column 'conversations' or 'messages'.*there are question"):
         of(tmp_path, {"annotation": "a.parquet"})
+    datasets.Dataset.from_list([{"mesages": [ASK]}]).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(UserError, match=r'"source": "datasets", "options": {"path": ..., "conversations": "mesages"}}'):
+        of(tmp_path, {"annotation": "b.parquet"})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"instruction": "?", "output": "!"}, "fields 'instruction', 'output': .* in 'conversations' or 'messages'$"),
+        ({"id": 1, "conversation": [ASK]}, "fields 'id', 'conversation': .*: did you mean 'conversations'"),
+    ],
+)
+def test_json_lines_without_turns_say_which_fields_there_are(tmp_path, record, message):
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 2)
+    with pytest.raises(UserError, match=message):
+        load_meta(tmp_path / "a.jsonl")
 
 
 # -- captions

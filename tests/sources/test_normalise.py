@@ -34,6 +34,13 @@ def asked(text: str) -> list[dict]:
         ({"conversations": [ASK, TELL], "images": "a.jpg", "image": []}, [ASK, TELL], "a.jpg"),
         ({"conversations": [ASK, TELL], "image": "a.jpg", "images": [None][:0]}, [ASK, TELL], "a.jpg"),
         ({"conversations": [ASK, TELL], "image": {"bytes": None, "path": None}, "images": ["b"]}, [ASK, TELL], ["b"]),
+        ({"messages": [ASK, TELL], "images": [{"path": "a.jpg"}, "b"]}, [ASK, TELL], ["a.jpg", "b"]),
+        ({"conversations": [ASK, TELL], "image": {"path": "a.jpg", "bytes": None}}, [ASK, TELL], "a.jpg"),
+        (
+            {"conversations": [ASK, TELL], "image": {"path": "a", "bytes": b"b"}},
+            [ASK, TELL],
+            {"path": "a", "bytes": b"b"},
+        ),
         # turns
         ({"conversations": json.dumps([ASK, TELL])}, [ASK, TELL], None),
         ({"messages": {"role": ["user"], "content": ["What is it?"]}}, [ASK], None),
@@ -115,3 +122,9 @@ def test_forms_that_say_two_things_or_none_are_refused(record, reason):
 )
 def test_what_no_form_fits_is_left_for_encoding_to_judge(record):
     assert normalised(record) is record
+
+
+def test_an_image_without_path_or_bytes_is_refused_by_its_own_field():
+    with pytest.raises(SampleError, match=r"entry 2 of field 'images' .*\(it has file\)") as caught:
+        normalised({"messages": [ASK, TELL], "images": ["a.jpg", {"file": "b.jpg"}]})
+    assert caught.value.reason == "image_field"

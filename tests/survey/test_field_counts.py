@@ -26,5 +26,18 @@ def test_unknown_fields_are_counted_by_dataset_and_told_by_validate(tmp_path, ca
     assert count_unknown_fields(sources, max_rows=4)["made: sytem"] == 4
     assert main(["validate", str(meta), "--json"]) == 1
     out = capsys.readouterr().out.splitlines()
+    assert "passed over, as no such field is known: made: sytem (30 records): did you mean 'system'?" in out
+    assert "known: made: conversations[].los (10 records): did you mean 'loss'?" in "".join(out)
     assert all(line in out for line in report_lines(counts))
     assert json.loads(out[-1])["unknown_fields"] == counts
+
+
+def test_a_misspelt_field_and_images_elsewhere_are_hinted_at(tmp_path, capsys):
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Tea."}]
+    rows = [{"conversations": turns, "imgae": "a.png"}, {"conversations": turns, "image": "b.png"}]
+    path = tmp_path / "made.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "1 placeholder <image>, but no image; the record has 'imgae': did you mean 'image'?" in " ".join(out.split())
+    assert f"dataset 'made': images are looked for below {tmp_path}, the meta file's folder" in out
