@@ -119,7 +119,7 @@ def killed_run(
             f"{last_step(out)}, began from {marked or 'nothing'}",
             flush=True,
         )
-        if marked and not going_on and "optimizer steps in" in said:
+        if marked and not going_on and "optimizer step" in said:
             return [f"{out.name}: did not go on from {marked}"]
         if died:
             kills[moment] += 1
