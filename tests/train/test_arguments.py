@@ -173,6 +173,18 @@ def test_a_mistake_is_one_line_that_names_the_option(argv, expected, run):
     assert lines[0].startswith("finetune: error: ") and expected in lines[0]
 
 
+def test_where_to_write_has_to_be_said(own_process, capsys):
+    assert finetune.main([*MODEL, *DATA]) == 2
+    assert "--output_dir is missing: give the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tinyy", "./tinyy", "/nowhere/model"])
+def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name, run):
+    code, lines = run(["--model_name_or_path", name, *DATA, "--use_cpu", "True"])
+    assert code == 2
+    assert f"--model_name_or_path {name}: no such folder, and no hub name, which is owner/name" in lines[-1]
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tokenizer) -> str:
     from internvl_pack.testing.tiny import save_tiny_checkpoint
