@@ -28,6 +28,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE = 30  # seconds that ranks have to end once another has failed
 LATE = (
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.qwen2.modeling_qwen2",
@@ -193,6 +194,8 @@ def die_with_parent() -> None:
 
 def forked(function: Callable[[Any], int | None], argument: Any, ranks: int) -> int:
     """The largest exit code of `function(argument)` on so many ranks."""
+    import torch
+
     from train.environment import free_port
 
     port = free_port()
@@ -200,12 +203,26 @@ def forked(function: Callable[[Any], int | None], argument: Any, ranks: int) -> 
     for rank in range(ranks):
         if not (pid := os.fork()):
             die_with_parent()
+            torch.set_num_threads(1)  # makes torch's own pool anew: threads that do it at the same time can fail
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in place.items()})
             os._exit(status_of(function, argument))
         children.append(pid)
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in children)
+    return worst_status(children)
+
+
+def worst_status(children: list[int]) -> int:
+    """The largest exit code of these processes; once one has failed, the others have GRACE seconds to end."""
+    worst = 0
+    signal.signal(signal.SIGALRM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in children])
+    while children:
+        pid, status = os.wait()
+        children.remove(pid)
+        worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
+        if worst:
+            signal.alarm(signal.alarm(0) or GRACE)
+    return worst
 
 
 def status_of(function: Callable[[Any], int | None], argument: Any) -> int:
