@@ -7,7 +7,6 @@ refuses values that would break it, naming the option.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -28,8 +27,9 @@ from internvl_pack.encode.tiles import TileOptions
 from internvl_pack.errors import UserError
 from internvl_pack.model.compiled import RECOMPUTE
 from internvl_pack.model.experts import EXPERTS
+from internvl_pack.model.fp8 import RECIPES
 from internvl_pack.model.loss import LOSS_KERNELS
-from internvl_pack.options import boolean, check_options, from_config, make, option
+from internvl_pack.options import boolean, check_options, from_config, json_object, make, option
 from internvl_pack.parallel.checks import MODES
 
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
@@ -115,6 +115,13 @@ class ModelArguments:
         "300M tower, the attention kernel is fa4 and the weights are in half precision (with --deepspeed: --bf16 or "
         "--fp16). False leaves them to torch.compile.",
         page="performance.md#the-vision-tower",
+    )
+    fp8: str | None = option(
+        None,
+        "Matrix products of the decoder layers in 8-bit floating point, by torchao: rowwise, with a scale for each "
+        "token, so that samples of a pack stay apart. For wide language models, with --compile. Default: not.",
+        choices=RECIPES,
+        page="performance.md#fp8",
     )
     experts_implementation: str = option(
         "auto",
@@ -442,7 +449,7 @@ class PackTrainingArguments(TrainingArguments):
         """Batches reach each rank from its own packs: accelerate must neither split nor dispatch them."""
         given = self.accelerator_config
         if isinstance(given, str):
-            given = _json_option("accelerator_config", given)
+            given = json_object("accelerator_config", given)
         settings = dict(given) if isinstance(given, dict) else dict(vars(given)) if given is not None else {}
         for name, needed in ACCELERATOR.items():
             # An AcceleratorConfig object holds its own defaults, so only what is switched on is an error.
@@ -452,17 +459,6 @@ class PackTrainingArguments(TrainingArguments):
                     f"split or dispatch batches; leave {name} out"
                 )
         self.accelerator_config = {**settings, **ACCELERATOR}
-
-
-def _json_option(name: str, value: str) -> dict[str, Any]:
-    """A dictionary given as JSON, or as the name of a JSON file."""
-    try:
-        content = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--{name} {value}: neither JSON nor a JSON file ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"--{name} {value}: give a JSON object")
-    return content
 
 
 def find_deepspeed_config(name: str) -> Path:

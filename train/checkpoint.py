@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PACKING_STATE = "packing_state.json"  # written last: its presence marks a checkpoint as complete
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FILES, SAVED_AT, OPTIMIZER = "files", "saved_at", "optimizer"
+FILES, SAVED_AT, OPTIMIZER, FP8 = "files", "saved_at", "optimizer", "fp8"
 
 # Options that a checkpoint's optimizer and scheduler bring with them, whatever the command line says.
 OVERRULED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -340,6 +340,19 @@ def overruled(state: Mapping[str, Any], args: TrainingArguments) -> list[str]:
         for name in OVERRULED
         if name in saved and saved[name] != getattr(args, name)
     ]
+
+
+def changed_products(state: Mapping[str, Any], fp8: str | None) -> list[str]:
+    """A line where the decoder multiplied in another format until the checkpoint; its weights are the same in all.
+
+    Args:
+        fp8: the recipe of this run, None for none.
+    """
+    saved = state.get(FP8)
+    if saved == fp8:
+        return []
+    before, after = (f"in fp8 ({recipe})" if recipe else "without fp8" for recipe in (saved, fp8))
+    return [f"the decoder's products were made {before} until this checkpoint, from here on {after}"]
 
 
 def _short(error: Exception) -> str:

@@ -19,12 +19,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     __package__ = "train"
+
+if find_spec("torchao"):  # transformers imports it, and it tells of each of its own kernels that does not load
+    for _name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(_name).setLevel(logging.ERROR)
 
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, set_seed

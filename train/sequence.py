@@ -15,6 +15,7 @@ from internvl_pack.model.attention import Kernel, select_kernel
 from internvl_pack.parallel.checks import (
     RING_KERNELS,
     check_budget,
+    check_fp8,
     check_heads,
     check_kernel,
     check_packed,
@@ -40,6 +41,7 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
     size, mode = args.sequence_parallel_size, args.sequence_parallel_mode
     if size == 1:
         return
+    check_fp8(model_args.fp8, size)
     check_packed(data_args.use_packed_ds, size)
     check_budget(data_args.max_packed_tokens, size, mode, given_multiple(data_args))
     heads = attention_heads(model_args)

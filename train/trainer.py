@@ -40,7 +40,9 @@ from .accounting import Ledgers, Quarantine, SampleLog, batch_ids
 from .arguments import PackTrainingArguments
 from .callbacks import EpochControl, log_estimate
 from .checkpoint import (
+    FP8,
     OPTIMIZER,
+    changed_products,
     find_checkpoint,
     load_packing_state,
     make_universal,
@@ -391,7 +393,7 @@ class PackTrainer(StepTrainer):
         if resume_from_checkpoint is None:
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
-        for line in overruled(state, self.args):
+        for line in (*overruled(state, self.args), *changed_products(state, self.packed_model.fp8)):
             logger.warning("resume: %s", line)
         self.loader.load_state_dict(state, check_options=not self.args.resume_ignore_options)
         if "ended" in state:
@@ -442,6 +444,7 @@ class PackTrainer(StepTrainer):
                 "ended": self.ledgers.state_dict(),
                 "totals": self.metrics.total,
                 OPTIMIZER: optimizer_options(self.args),
+                FP8: self.packed_model.fp8,
             }
             mark(folder, self.loader.state_dict() | more | self.also_saved)
 

@@ -20,6 +20,7 @@ from .attention import register_packed_attention, select_kernel
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
+from .fp8 import check_fp8, use_fp8, why_slower
 from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
@@ -49,6 +50,7 @@ def build_model(
     compile: bool = False,
     compile_recompute: str = "language",
     fused_vision: bool = True,
+    fp8: str | None = None,
     experts_implementation: str = "auto",
     router_loss_coef: float = 0.0,
     force_image_size: int | None = None,
@@ -78,6 +80,7 @@ def build_model(
         compile: the layers of both towers through torch.compile (compiled.py).
         compile_recompute: whose layers then keep nothing cheap for the backward pass: none, language, all.
         fused_vision: and the vision tower's layers as vision/fused.py writes them out, where they can be.
+        fp8: one of fp8.RECIPES, for the products of the decoder layers.
         experts_implementation: one of experts.EXPERTS.
         router_loss_coef: above 0, forwards in training give the sums of a balance loss (experts.RoutingSums).
         force_image_size, down_sample_ratio: what the data is made for. Position embeddings are resized to the first;
@@ -90,6 +93,8 @@ def build_model(
         UserError: names the option and what to do.
     """
     check_loadable(model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
+    if fp8 is not None:
+        check_fp8(fp8, device, compute_dtype or dtype)
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
         model = _load(model_name_or_path, tokenizer, implementation, dtype)
@@ -124,8 +129,12 @@ def build_model(
     )
     if grad_checkpoint:
         packed.gradient_checkpointing_enable()
+    if fp8 is not None:
+        use_fp8(packed, fp8, device)
     if compile:
         compile_blocks(packed, recompute=compile_recompute, fused_vision=fused_vision)
+    if fp8 is not None and (problem := why_slower(packed, device)):
+        logger.warning(problem)
     if is_zero3(packed):
         _gather_blocks(packed)
     trained = packed.num_parameters(only_trainable=True)

@@ -31,6 +31,7 @@ from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row
 from .attention import Kernel, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
 from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
+from .fp8 import fill_row
 from .images import join_without_images, normalize_tiles, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
 
@@ -93,6 +94,7 @@ class PackedModel(nn.Module):
         self.training = model.training  # as the modules inside, until train() or eval()
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # see compiled.py
+        self.fp8: str | None = None  # the recipe of its products, see fp8.py
         self.sequence_group: SequenceGroup | None = None  # see parallel/
         self.routing: RoutingSums | None = None  # see balance_routers
         self._mask_stand_in: Tensor | None = None
@@ -342,12 +344,17 @@ class PackedModel(nn.Module):
         self, embeddings: Tensor, position_ids: Tensor | None, part: RowSlice, attention_mask: Tensor | None
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
+        num_tokens = embeddings.shape[1]
+        if self.fp8:
+            embeddings, position_ids, part, attention_mask = fill_row(embeddings, position_ids, part, attention_mask)
         inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
         if part.cu_seqlens is None:
-            return self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
-        assert part.max_seqlen is not None, "as of any pack"
-        with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group) as names:
-            return self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
+            hidden = self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
+        else:
+            assert part.max_seqlen is not None, "as of any pack"
+            with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group) as names:
+                hidden = self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
+        return hidden[:, :num_tokens]
 
     @property
     def _no_mask(self) -> Tensor:

@@ -133,7 +133,7 @@ def _of_row(core: PackedModel, name: str, values: Tensor, batch: dict[str, Any])
     """A component's values for the whole row: each rank of a sequence group has recorded those of its share."""
     group = core.sequence_group
     if name not in VISION:
-        return gather_row(values, batch["cu_seqlens"], group)
+        return gather_row(values, batch["cu_seqlens"], group)[:, : batch["input_ids"].shape[1]]  # fp8 adds tokens
     num_tiles = len(batch["pixel_values"])
     mine = max(len(own_tiles(batch["pixel_values"], group)), 1)  # a compiled tower has another beside a single one
     return gather_tiles(values[:mine], num_tiles, group)

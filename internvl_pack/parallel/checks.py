@@ -125,6 +125,15 @@ def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
         )
 
 
+def check_fp8(recipe: str | None, sequence_parallel_size: int) -> None:
+    """Refuse products in 8 bit: a rank's slice would have to be filled up as whole rows are."""
+    if recipe is not None:
+        raise UserError(
+            f"--fp8 {recipe} with --sequence_parallel_size {sequence_parallel_size}: slices of rows are not filled up "
+            "to what products in 8 bit need; leave one of them out"
+        )
+
+
 def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
     """Refuse padded batches: only a packed row is cut."""
     if not use_packed_ds:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from .checks import MODES, check_mode, check_model, check_world
+from .checks import MODES, check_fp8, check_mode, check_model, check_world
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,12 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
     """Run the packs of a `PackedModel` over `group` from now on; None, or a group of one, ends it.
 
     Raises:
-        UserError: heads, kernel or layers of the model that do not go with the mode.
+        UserError: heads, kernel, layers or products of the model that do not go with it.
     """
     if group is None or group.size == 1:
         packed.sequence_group = None
         return
+    check_fp8(packed.fp8, group.size)
     for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
     packed.sequence_group = group

@@ -1,0 +1,162 @@
+"""`--fp8`: the matrix products of the decoder layers in 8-bit floating point, by torchao.
+
+Three products belong to a linear layer: its output, the gradient of its input and the gradient of its weight. With
+`rowwise` both factors of each are rounded to e4m3 just before it, with a scale for each row of the one and each column
+of the other; sums are bfloat16's. A token's output and gradient then depend on its own scale and the weight's alone, so
+samples of a pack stay apart. One scale for a whole tensor would couple them: an outlier in one sample would round its
+neighbours. It is not offered.
+
+The weights stay what they are: optimizer, ZeRO and checkpoints see ordinary parameters under their names. The head, the
+vision tower, the projector and LoRA's own matrices are left alone.
+
+The gradient of a weight is a product over the tokens of a row, whose number the hardware wants as a multiple of 16.
+`fill_row` adds what is missing as a segment of zeros: a token of zeros changes no scale and no sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .experts import expert_blocks
+from .parts import decoder_layers
+
+if TYPE_CHECKING:
+    from ..parallel.slices import RowSlice
+    from .packed import PackedModel
+
+logger = logging.getLogger(__name__)
+
+RECIPES = ("rowwise",)  # torchao's names
+
+MULTIPLE = 16  # of both sizes of a weight, and of the tokens of a row
+CAPABILITY = (8, 9)  # of the first GPUs with products in 8 bit
+WORTHWHILE_WIDTH = 2048  # of the language model; below, casts take longer than products save
+
+
+def check_fp8(recipe: str, device: torch.device | str | None, compute_dtype: torch.dtype) -> None:
+    """Refuse what cannot be run so, before a model is loaded.
+
+    Args:
+        device: where it will train; None for CUDA where there is one. On a CPU products are emulated in float32.
+        compute_dtype: of the other products in training.
+
+    Raises:
+        UserError: an unknown recipe, no torchao, or a GPU or precision that does not go with it.
+    """
+    if recipe not in RECIPES:
+        raise UserError(f"--fp8 {recipe} is unknown: use {' or '.join(RECIPES)}, or leave it out")
+    _torchao()
+    device = _device(device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        raise UserError(
+            f"--fp8 {recipe} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or later (Ada, Hopper, "
+            f"Blackwell), {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: leave it out"
+        )
+    if compute_dtype != torch.bfloat16:
+        raise UserError(f"--fp8 {recipe} goes with bfloat16, this run is in {compute_dtype}: set --bf16 True")
+
+
+def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None = None) -> int:
+    """Let the linear layers of the decoder multiply in fp8, in place; before they are compiled, after LoRA is put in.
+
+    Args:
+        recipe: one of RECIPES.
+        device: as of check_fp8.
+
+    Returns:
+        how many layers.
+
+    Raises:
+        UserError: a mixture of experts, or no layer that can be taken.
+    """
+    if expert_blocks(packed.language_model):
+        raise UserError(
+            f"--fp8 {recipe} with a {packed.config.get_text_config().model_type!r} language model: experts are no "
+            "linear layers, and most of its operations; leave it out"
+        )
+    layers = decoder_layers(packed.language_model)
+    suitable = [name for name, module in layers.named_modules() if _is_suitable(module, name)]
+    if not suitable:
+        raise UserError(
+            f"--fp8 {recipe}: no linear layer of the decoder has both sizes a multiple of {MULTIPLE}; leave it out"
+        )
+    emulated = _device(device).type != "cuda"
+    float8 = _torchao()
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
+    float8.convert_to_float8_training(layers, config=config, module_filter_fn=_is_suitable)
+    packed.fp8 = recipe
+    logger.info("fp8 (%s): %d linear layers of the decoder", recipe, len(suitable))
+    return len(suitable)
+
+
+def why_slower(packed: PackedModel, device: torch.device | str | None = None) -> str | None:
+    """A line where fp8 is no faster than bfloat16, else None; of the model as it will train."""
+    width = packed.config.get_text_config().hidden_size
+    if _device(device).type != "cuda":
+        return f"--fp8 {packed.fp8}: on a CPU products are emulated, for trying it out; they are slower than without"
+    if width < WORTHWHILE_WIDTH:
+        return (
+            f"--fp8 {packed.fp8} does not pay for a language model of width {width}: below {WORTHWHILE_WIDTH} rounding "
+            "takes longer than products save; leave it out"
+        )
+    if not packed.is_compiled:
+        return f"--fp8 {packed.fp8} without --compile: rounding takes longer than products save; set --compile True"
+    return None
+
+
+def fill_row(
+    embeddings: Tensor, position_ids: Tensor | None, part: RowSlice, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, RowSlice, Tensor | None]:
+    """Add tokens of zeros at the end until there is a multiple of MULTIPLE, in a pack as a segment of their own.
+
+    Args:
+        embeddings: (B, N, H); position_ids and attention_mask: (B, N).
+        part: the whole row, or a padded batch, which has no boundaries.
+
+    Returns:
+        the same, (B, N + added, ...).
+    """
+    rows, num_tokens = embeddings.shape[:2]
+    free = -num_tokens % (MULTIPLE // math.gcd(rows, MULTIPLE))
+    if not free:
+        return embeddings, position_ids, part, attention_mask
+    embeddings = F.pad(embeddings, (0, 0, 0, free))
+    if position_ids is not None:
+        more = torch.arange(free, dtype=position_ids.dtype, device=position_ids.device)
+        position_ids = torch.cat([position_ids, more.expand(rows, free)], dim=1)
+    if attention_mask is not None:
+        attention_mask = F.pad(attention_mask, (0, free))
+    if part.cu_seqlens is not None and part.max_seqlen is not None:
+        boundaries = F.pad(part.cu_seqlens, (0, 1), value=num_tokens + free)
+        part = replace(part, cu_seqlens=boundaries, max_seqlen=max(part.max_seqlen, free))
+    return embeddings, position_ids, part, attention_mask
+
+
+def _is_suitable(module: nn.Module, name: str) -> bool:
+    """Whether it is a layer of the model itself, not of LoRA, of sizes that the hardware multiplies."""
+    if not isinstance(module, nn.Linear) or ".lora_" in name:
+        return False
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _torchao() -> Any:
+    try:
+        from torchao import float8
+    except ImportError:
+        raise UserError("--fp8 needs torchao: pip install 'internvl-pack[fp8]'") from None
+    return float8
