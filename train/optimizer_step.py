@@ -6,8 +6,12 @@
 DeepSpeed's ZeRO 1 and 2 look for infinite gradients one parameter at a time, make the norm one parameter at a time, and
 wait for both before the rest of the step is issued. The norm alone shows as much: it is not finite where a gradient is
 not. Here it is made for all parameters at once, and the host reads it beside the optimizer's work, which it has issued
-by then: AdamW's fused kernel is given a flag on the device that says whether to change anything. Other optimizers have
-no such flag: for them the host waits for the norm, and issues the rest, or not.
+by then: AdamW's fused kernel is given a flag on the device that says whether to change anything, and the divisor that
+clips. Other optimizers have neither: for them the host waits for the norm, and issues the rest, or not. So it does with
+ZeRO-3, of which only the norm is made here.
+
+On a single rank there is nothing to reduce, but DeepSpeed copies each gradient four times on its way to the optimizer,
+twice one parameter at a time. Those copies are left out.
 
 A step that was not made changes neither weights nor the optimizer's states nor the learning rate, whatever the way of
 sharding, and is reported in one line with the ids of its samples.
@@ -67,8 +71,13 @@ class StepTrainer(Trainer):
     def prepare_steps(self) -> None:
         """To be called when model and optimizer are wrapped."""
         engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
-        if engine is not None and ZeroStep.knows(engine.engine):
+        if engine is None:
+            return
+        if ZeroStep.knows(engine.engine):
             self._zero = ZeroStep(engine.engine)
+        elif is_zero3_on_device(engine.engine):
+            zero = engine.engine.optimizer
+            zero._get_norm_groups = MethodType(_norm_of_all_groups, zero)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
@@ -161,6 +170,9 @@ class ZeroStep:
         zero = self.zero
         zero.scaled_global_norm = MethodType(self._norm_of_all, zero)
         engine.zero_grad = _already_zero  # which the Trainer calls once more
+        if dist.get_world_size(zero.dp_process_group) == 1 and zero.gradient_accumulation_dtype == zero.dtype:
+            zero.process_gradients = zero.reduce_ready_partitions_and_remove_grads = _as_it_is
+            zero.reduce_ipg_grads = _nothing_to_send
         if zero.dtype != torch.bfloat16 or zero.check_grad_overflow:
             self.on_device = False
             return
@@ -176,10 +188,12 @@ class ZeroStep:
     def knows(engine: Any) -> bool:
         """Whether this is a step of ZeRO 1 or 2 on the device, of a whole model."""
         zero = engine.optimizer
-        names = ("scaled_global_norm", "averaged_gradients", "check_grad_overflow", "real_dp_process_group")
+        names = ["scaled_global_norm", "averaged_gradients", "check_grad_overflow", "real_dp_process_group"]
+        names += ["unscale_and_clip_grads", "check_overflow"]
+        names += ["process_gradients", "reduce_ready_partitions_and_remove_grads", "reduce_ipg_grads"]
         return (
             engine.zero_optimization_stage() in (1, 2)
-            and all(hasattr(zero, name) for name in (*names, "unscale_and_clip_grads", "check_overflow"))
+            and all(hasattr(zero, name) for name in names)
             and not zero.cpu_offload
             and not zero.has_moe_layers
             and engine.mpu is None
@@ -200,18 +214,42 @@ class ZeroStep:
     def _norm_of_all(self, zero: Any, norm_type: int = 2) -> torch.Tensor:
         """Of the gradients of all ranks, a float32 scalar on the device; infinite or NaN where one of them is."""
         assert norm_type == 2, "the only one DeepSpeed asks for"
-        own = []
-        for gradients in zero.averaged_gradients.values():
-            own += [g for g in gradients or () if not getattr(g, "_zero_padding", False)]
-        squares = torch.zeros((), dtype=torch.float32, device=zero.device)
-        if own:
-            squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
-        dist.all_reduce(squares, group=zero.dp_process_group)
-        norm = squares.sqrt()
+        norm = _norm_at_once(zero)
         self.reading = Reading(norm)
         if self.on_device:
             zero.optimizer.found_inf = (~norm.isfinite()).float()
         return norm
+
+
+def is_zero3_on_device(engine: Any) -> bool:
+    """Whether this is a step of ZeRO-3 on the device, of a whole model, sharded over all ranks."""
+    zero = engine.optimizer
+    return (
+        engine.zero_optimization_stage() == 3
+        and all(hasattr(zero, name) for name in ("_get_norm_groups", "averaged_gradients", "sub_group_process_groups"))
+        and not zero.offload_optimizer
+        and not zero.use_muon
+        and engine.mpu is None
+        and zero.dtype != torch.float16
+        and all(group == zero.dp_process_group for group in zero.sub_group_process_groups)
+    )
+
+
+def _norm_at_once(zero: Any) -> torch.Tensor:
+    """Of the gradients of all ranks, a float32 scalar on the device; infinite or NaN where one of them is."""
+    own = []
+    for gradients in zero.averaged_gradients.values():
+        own += [g for g in gradients or () if not getattr(g, "_zero_padding", False)]
+    squares = torch.zeros((), dtype=torch.float32, device=zero.device)
+    if own:
+        squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
+    dist.all_reduce(squares, group=zero.dp_process_group)
+    return squares.sqrt()
+
+
+def _norm_of_all_groups(zero: Any) -> list[torch.Tensor]:
+    """For ZeRO-3, which makes it one parameter at a time and combines those of its groups."""
+    return [_norm_at_once(zero)]
 
 
 def is_fused_adam(optimizer: Any) -> bool:
@@ -220,11 +258,17 @@ def is_fused_adam(optimizer: Any) -> bool:
 
 
 def _clip(zero: Any, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
-    """As DeepSpeed clips, without asking the device whether the norm is a number."""
+    """As DeepSpeed clips, but by the optimizer's kernel, and without asking the device whether the norm is a number."""
     if zero.clip_grad > 0.0:
-        factor = zero.clip_grad / (norm + 1e-6)
-        for gradient in gradients:
-            gradient.mul_(factor.clamp(max=1.0))
+        zero.optimizer.grad_scale = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
+
+
+def _as_it_is(parameter: torch.nn.Parameter, group: int) -> None:
+    """A gradient that is reduced where the backward pass has put it."""
+
+
+def _nothing_to_send(comm_dtype: torch.dtype | None = None) -> None:
+    """No bucket was filled."""
 
 
 def _already_zero() -> None:

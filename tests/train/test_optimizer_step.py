@@ -6,14 +6,16 @@ import json
 import math
 
 import pytest
+from helpers import ranks
 from helpers.launched import made_in
 from helpers.stepping import run_ranks
+from helpers.zero_engines import MICRO_STEPS
 
 from train.arguments import CONFIGS
 
 pytestmark = pytest.mark.slow
 
-STEPS, PLANTED = 5, 3
+STEPS, PLANTED, CLIP = 5, 3, 0.05
 HALF = {"bf16": True, "optim": "adamw_torch_fused"}
 RUNS = {
     "plain": {},
@@ -68,3 +70,24 @@ def test_losses_and_norms_of_all_ways_agree(runs):
         assert not math.isfinite(seen["norms"][PLANTED - 1])
         got, expected = ([rank["norms"][n - 1] for n in finite] for rank in (seen, reference))
         assert got == pytest.approx(expected, rel=tolerance), name
+
+
+def zero_config(stage: int, **more: object) -> dict:
+    common = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICRO_STEPS}
+    common["gradient_clipping"] = CLIP
+    common |= {"zero_optimization": {"stage": stage, "overlap_comm": stage > 1, "reduce_bucket_size": 100}}
+    return common | more
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_and_norms_are_those_of_deepspeeds_own_step(processes, tmp_path):
+    half = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    configs = {f"zero{stage}": zero_config(stage) for stage in (1, 2, 3)}
+    configs |= {f"zero{stage}, half": zero_config(stage, **half) for stage in (1, 2)}
+    configs["zero2, half, float32 gradients"] = zero_config(2, data_types={"grad_accum_dtype": "fp32"}, **half)
+    ranks.run("helpers.zero_engines:both", {"folder": str(tmp_path), "configs": configs}, processes, tmp_path / "log")
+    for rank in range(processes):
+        for name, (theirs, ours) in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
+            assert min(theirs[0]) > CLIP, "each step is clipped"
+            for own, reference in zip(ours, theirs, strict=True):
+                assert own == pytest.approx(reference, rel=1e-6), name
