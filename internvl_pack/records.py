@@ -6,6 +6,7 @@ fragment  a part of a sample after splitting; most samples are one fragment
 segment   a fragment's place in a pack: one attention span, positions restart at 0
 pack      the segments that share one row
 tile      one image_size x image_size crop, one row of `pixel_values`; a thumbnail is a tile
+tree      a sample of several answers: their common beginning with its images, the prefix, and a branch for each answer
 """
 
 from __future__ import annotations
@@ -25,6 +26,27 @@ class Span:
     num_tokens: int
     num_tiles: int = 0
     ends_turn: bool = False
+
+
+class Branch(NamedTuple):
+    """One continuation of a tree's prefix.
+
+    It begins with the last token of what its answer follows, untrained, and the prefix ends before it: so its first
+    answer token is predicted within the branch, as any other.
+
+    Attributes:
+        num_tokens: that first token included.
+        num_loss_tokens: supervised targets of prefix and branch, those that the branch would have alone.
+        weight: of its tokens in the loss.
+        reward: as the data gives it, for reinforcement learning.
+        sample_id: of the row that it was, where rows were joined to a tree; else "".
+    """
+
+    num_tokens: int
+    num_loss_tokens: int
+    weight: float = 1.0
+    reward: float | None = None
+    sample_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,21 @@ A row of three segments and a pad (strict mode), N = 16:
     input_ids      a a a a a b b b b b b c c p p p
     position_ids   0 1 2 3 4 0 1 2 3 4 5 0 1 0 1 2
     cu_seqlens     0         5           11  13    16
+
+A tree's prefix and branches are segments of their own. One with a prefix of 4 tokens and two branches:
+
+    input_ids      a a a a b b b c c
+    position_ids   0 1 2 3 4 5 6 4 5
+    cu_seqlens     0       4     7   9
+    prefix_of      -1      0     0
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +34,7 @@ from .row import PackRow, Segment
 
 INT32_MAX = 2**31 - 1
 PAD_ID = "<pad>"
+PREFIX_ID = "<prefix>"
 FILLER_ID = "<filler>"
 FILLER_TOKENS = 2  # the shortest row with a next token
 
@@ -40,6 +49,8 @@ def packed_collate_fn(
     pad_seq_to_mult: int = 1,
     pad_cu_seqlens_to: int | None = None,
     image_token_id: int | None = None,
+    pairs: bool = False,
+    branch_keys: bool = False,
 ) -> dict[str, Any]:
     """One or more packs flattened into one row of N tokens with S segments, T tiles.
 
@@ -53,6 +64,8 @@ def packed_collate_fn(
             FP8 want; the pads are unlabelled and come after all tokens that could see them.
         pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
         image_token_id: of the tokens that image features replace; given, they are counted.
+        pairs: every tree is a chosen and a rejected answer: say which segments they are.
+        branch_keys: give each branch a key of what it says and shows, for stored log-probabilities.
 
     Returns:
         input_ids, labels, position_ids: int64 (1, N); the label of each segment's first token is IGNORE_INDEX.
@@ -67,12 +80,17 @@ def packed_collate_fn(
         pixel_values: uint8 (T, 3, image_size, image_size), in memory as the segments' tiles are: those that are decoded
             here have a pixel's colours together, torch.channels_last.
         image_offsets: int32 (images+1,); segment_tile_offsets: int32 (S+1,).
-        sample_ids: list of S strings; `<pad>` and `<filler>` mark segments that are no sample.
+        sample_ids: list of S strings; `<pad>`, `<filler>` and `<prefix>` mark segments that are no sample.
         fragments: list of S (index, count) pairs.
         num_samples, num_segments, num_tokens (N), num_real_tokens, num_tiles, num_loss_tokens, num_packs:
         ints; num_samples counts a split sample at its first fragment.
-        sum_squared_lengths: int, of the real segments: what attention costs.
+        sum_squared_lengths: int, of the real segments: what attention costs. A branch of R tokens after a prefix of P
+            counts 2 P R + R^2.
         num_image_tokens: int, only with `image_token_id`.
+        prefix_of: int32 (S,), only in rows with trees: of a branch the number of its prefix's segment, else -1.
+        branch_rewards: float32 (S,), only where a branch has one; NaN for the others.
+        pairs: int32 (P, 2), only with that option: the segments of each chosen and rejected answer.
+        branch_keys: list of S strings, only with that option; "" for what is no branch.
 
     Raises:
         ValueError: no rows, an empty segment, a row longer than `pad_to` or than int32 boundaries hold, or more
@@ -82,9 +100,13 @@ def packed_collate_fn(
         raise ValueError("packed_collate_fn got no rows: a batch needs at least one pack")
     segments = [s for row in rows for s in row.segments]
     _check_segments(segments)
-    lengths = [len(s.input_ids) for s in segments] or [FILLER_TOKENS]
-    ids = [s.sample_id for s in segments] or [FILLER_ID]
-    fragments = [s.fragment for s in segments] or [(0, 1)]
+    pieces = [piece for s in segments for piece in _pieces(s)]
+    has_trees = len(pieces) > len(segments)
+    if has_trees and pad_seq_to_mult > 1:
+        raise ValueError(f"pad_seq_to_mult {pad_seq_to_mult} with prefix trees: their segments cannot be padded")
+    lengths = [len(piece.input_ids) for piece in pieces] or [FILLER_TOKENS]
+    ids = [piece.sample_id for piece in pieces] or [FILLER_ID]
+    fragments = [piece.fragment for piece in pieces] or [(0, 1)]
     padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
     target = padded_length(sum(padded), pad_to)
     if free := target - sum(padded):
@@ -96,10 +118,13 @@ def packed_collate_fn(
         raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
 
     places = _offsets(padded)  # where the segments lie
-    input_ids, labels, weights = _joined(segments, places, pad_token_id, loss_reduction)
-    position_ids = np.arange(target, dtype=np.int64) - np.repeat(places[:-1].numpy().astype(np.int64), padded)
+    input_ids, labels, weights = _joined(pieces, places, pad_token_id, loss_reduction)
+    prefix_of = _prefix_of(pieces, len(lengths))
+    starts = places[:-1].numpy().astype(np.int64)
+    begun = np.where(prefix_of < 0, 0, np.asarray(padded)[prefix_of])  # positions before a segment's first
+    position_ids = np.arange(target, dtype=np.int64) - np.repeat(starts - begun, padded)
 
-    tile_counts = [len(s.tiles) for s in segments] + [0] * (len(lengths) - len(segments))
+    tile_counts = [piece.num_tiles for piece in pieces] + [0] * (len(lengths) - len(pieces))
     image_counts = [n for s in segments for n in s.tiles_per_image]
     assert sum(image_counts) == sum(tile_counts), "tiles_per_image does not cover the tiles"
     batch = {
@@ -114,14 +139,14 @@ def packed_collate_fn(
         "segment_tile_offsets": _offsets(tile_counts),
         "sample_ids": ids,
         "fragments": fragments,
-        "num_samples": sum(s.fragment[0] == 0 for s in segments),
-        "num_segments": len(segments),
+        "num_samples": sum(map(_num_samples, segments)),
+        "num_segments": len(pieces),
         "num_packs": sum(bool(row.segments) for row in rows),
         "num_tokens": target,
         "num_real_tokens": sum(len(s.input_ids) for s in segments),
         "num_tiles": sum(tile_counts),
         "num_loss_tokens": int((labels != IGNORE_INDEX).sum()),
-        "sum_squared_lengths": sum(len(s.input_ids) ** 2 for s in segments),
+        "sum_squared_lengths": sum(_seen_pairs(piece, p) for piece, p in zip(pieces, begun.tolist(), strict=False)),
     }
     if pad_seq_to_mult > 1:
         batch["cu_seqlens_padded"] = places
@@ -129,6 +154,16 @@ def packed_collate_fn(
         batch["cu_seqlens_static"] = _static(places, pad_cu_seqlens_to)
     if image_token_id is not None:
         batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
+    if has_trees:
+        batch["prefix_of"] = torch.from_numpy(prefix_of)
+    if any(piece.reward is not None for piece in pieces):
+        rewards = [np.nan if piece.reward is None else piece.reward for piece in pieces]
+        batch["branch_rewards"] = torch.tensor(rewards + [np.nan] * (len(lengths) - len(pieces)))
+    if pairs:
+        batch["pairs"] = _pairs(segments)
+    if branch_keys:
+        keys = [key for s in segments for key in _keys(s)]
+        batch["branch_keys"] = keys + [""] * (len(lengths) - len(keys))
     return batch
 
 
@@ -139,12 +174,15 @@ def padded_collate_fn(
     image_size: int = 448,
     loss_reduction: str = "token",
     image_token_id: int | None = None,
+    pairs: bool = False,
+    branch_keys: bool = False,
 ) -> dict[str, Any]:
-    """The same samples unpacked: one sample a row, padded on the right to the longest.
+    """The same samples unpacked: one sample a row, padded on the right to the longest; of a tree a row a branch.
 
     Returns:
         input_ids, labels, position_ids, attention_mask: int64 (B, L); loss_weight: float32 (B, L);
         pixel_values, image_offsets, sample_ids, fragments and the counts as `packed_collate_fn`. No cu_seqlens.
+        branch_rewards, pairs, branch_keys: as there, of rows instead of segments.
 
     Raises:
         ValueError: no rows, or a row that holds several segments.
@@ -161,7 +199,9 @@ def padded_collate_fn(
         loss_reduction=loss_reduction,
         image_token_id=image_token_id,
     )
-    singles = [collate([row]) for row in rows if row.segments] or [collate(rows[:1])]
+    segments = [s for row in rows for s in row.segments]
+    alone = [PackRow([one]) for s in segments for one in s.unshared()]
+    singles = [collate([row]) for row in alone] or [collate(rows[:1])]
     length = max(one["num_tokens"] for one in singles)
     batch: dict[str, Any] = {}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
@@ -169,6 +209,9 @@ def padded_collate_fn(
         batch[key] = torch.full((len(singles), length), fill, dtype=singles[0][key].dtype)
         for i, one in enumerate(singles):
             batch[key][i, : one["num_tokens"]] = one[key][0]
+    branches = [branch for s in segments for branch in (s.branches or [None])]
+    for weights, branch in zip(batch["loss_weight"], branches, strict=False):
+        weights *= 1.0 if branch is None else branch.weight
     lengths = torch.tensor([one["num_tokens"] for one in singles])
     batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
     batch["pixel_values"] = torch.cat([one["pixel_values"] for one in singles])
@@ -178,7 +221,17 @@ def padded_collate_fn(
         batch[key] = [value for one in singles for value in one[key]]
     for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
         batch[key] = sum(one[key] for one in singles)
+    batch["num_samples"] = sum(map(_num_samples, segments))
     batch["num_tokens"] = length * len(singles)
+    rewards = [None if branch is None else branch.reward for branch in branches]
+    if any(reward is not None for reward in rewards):
+        batch["branch_rewards"] = torch.tensor([np.nan if reward is None else reward for reward in rewards])
+    if pairs:
+        first = torch.arange(0, 2 * len(_pairs(segments)), 2, dtype=torch.int32)
+        batch["pairs"] = torch.stack([first, first + 1], 1)
+    if branch_keys:
+        keys = [key for s in segments for key in (_keys(s)[1:] or [""])]
+        batch["branch_keys"] = keys or [""]
     return batch
 
 
@@ -233,19 +286,101 @@ def _check_segments(segments: Sequence[Segment]) -> None:
             raise ValueError(f"segment {s.sample_id!r}: {len(s.input_ids)} tokens but {len(s.labels)} labels")
 
 
+class _Piece(NamedTuple):
+    """What becomes a segment of the row: a sample, a tree's prefix or one of its branches.
+
+    num_tiles, reward: as of a segment and a branch. shares: (supervised targets, weight) of each sample that trains it.
+    """
+
+    sample_id: str
+    fragment: tuple[int, int]
+    input_ids: np.ndarray
+    labels: np.ndarray
+    num_tiles: int
+    shares: tuple[tuple[int, float], ...]
+    is_branch: bool = False
+    reward: float | None = None
+
+
+def _pieces(s: Segment) -> Iterator[_Piece]:
+    if not s.branches:
+        yield _Piece(s.sample_id, s.fragment, s.input_ids, s.labels, len(s.tiles), ((s.num_loss_tokens, 1.0),))
+        return
+    n = s.num_prefix_tokens
+    if n < 1 or min(branch.num_tokens for branch in s.branches) < 1:
+        raise ValueError(f"tree {s.sample_id!r}: its prefix or a branch has no tokens")
+    shares = tuple((branch.num_loss_tokens, branch.weight) for branch in s.branches)
+    yield _Piece(PREFIX_ID, s.fragment, s.input_ids[:n], s.labels[:n], len(s.tiles), shares)
+    for share, (branch, part) in zip(shares, s.branch_parts(), strict=True):
+        name = branch.sample_id or s.sample_id
+        yield _Piece(name, s.fragment, s.input_ids[part], s.labels[part], 0, (share,), True, branch.reward)
+
+
+def _seen_pairs(piece: _Piece, before: int) -> int:
+    """Twice the pairs of a token and one that it sees, the segment's `before` of its prefix included."""
+    n = len(piece.input_ids)
+    return n * (n + 2 * before)
+
+
+def _num_samples(s: Segment) -> int:
+    """Samples that begin with this segment: rows that were joined to a tree are in one fragment each."""
+    if any(branch.sample_id for branch in s.branches):
+        return len(s.branches)
+    return int(s.fragment[0] == 0)
+
+
+def _prefix_of(pieces: Sequence[_Piece], num_segments: int) -> np.ndarray:
+    prefix_of = np.full(num_segments, -1, dtype=np.int32)
+    last = -1
+    for number, piece in enumerate(pieces):
+        if piece.is_branch:
+            prefix_of[number] = last
+        else:
+            last = number
+    return prefix_of
+
+
+def _pairs(segments: Sequence[Segment]) -> Tensor:
+    """The segments of the row that are each pair's answers, int32 (P, 2)."""
+    pairs, number = [], 0
+    for s in segments:
+        if len(s.branches) != 2:
+            raise ValueError(f"sample {s.sample_id!r} has {len(s.branches) or 'no'} branches: a pair has two")
+        pairs.append((number + 1, number + 2))
+        number += 3
+    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+
+
+def _keys(s: Segment) -> list[str]:
+    """Of each piece of a segment what identifies it, "" but for branches: ids, what is trained, and pixels."""
+    if not s.branches:
+        return [""]
+    n = s.num_prefix_tokens
+    common = hashlib.blake2b(digest_size=16)
+    for values in (s.input_ids[:n], s.labels[:n], s.tiles):
+        common.update(np.ascontiguousarray(values).data)
+    keys = [""]
+    for _, part in s.branch_parts():
+        own = common.copy()
+        own.update(np.concatenate([s.input_ids[part], s.labels[part]]).tobytes())
+        keys.append(own.hexdigest())
+    return keys
+
+
 def _joined(
-    segments: Sequence[Segment], places: Tensor, pad_token_id: int, loss_reduction: str
+    pieces: Sequence[_Piece], places: Tensor, pad_token_id: int, loss_reduction: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids, labels and loss weights of the row, (N,) each, with the segments at their places."""
     target = int(places[-1])
     input_ids = np.full(target, pad_token_id, dtype=np.int64)
     labels = np.full(target, IGNORE_INDEX, dtype=np.int64)
     weights = np.zeros(target, dtype=np.float32)
-    for s, start in zip(segments, places.tolist(), strict=False):
-        stop = start + len(s.input_ids)
-        input_ids[start:stop] = s.input_ids
-        labels[start + 1 : stop] = s.labels[1:]  # nothing before it in the segment predicts the first token
-        weights[start:stop] = token_weights(labels[start:stop], loss_reduction, s.num_loss_tokens)
+    for piece, start in zip(pieces, places.tolist(), strict=False):
+        stop = start + len(piece.input_ids)
+        input_ids[start:stop] = piece.input_ids
+        labels[start + 1 : stop] = piece.labels[1:]  # nothing before it in the segment predicts the first token
+        for num_targets, weight in piece.shares:
+            weights[start:stop] += weight * token_weights(labels[start:stop], loss_reduction, num_targets)
     return input_ids, labels, weights
 
 

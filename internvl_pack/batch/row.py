@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+
+from ..records import Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Segment:
         tiles: uint8 (t, 3, S, S), in placeholder order.
         tiles_per_image: tiles of each image of the fragment; sums to t.
         num_loss_tokens: supervised targets of the whole sample, which `sample` and `square` weighting use.
+        branches: of a prefix tree: the last tokens are these branches, one after the other, before them the prefix,
+            which has all of the tiles. Empty for an ordinary sample.
     """
 
     sample_id: str
@@ -27,6 +32,35 @@ class Segment:
     tiles: np.ndarray
     tiles_per_image: tuple[int, ...]
     num_loss_tokens: int
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the branches."""
+        return len(self.input_ids) - sum(branch.num_tokens for branch in self.branches)
+
+    def branch_parts(self) -> list[tuple[Branch, slice]]:
+        """The branches, and which tokens are theirs."""
+        stops = np.cumsum([self.num_prefix_tokens, *(branch.num_tokens for branch in self.branches)]).tolist()
+        return [(branch, slice(*ends)) for branch, ends in zip(self.branches, pairwise(stops), strict=True)]
+
+    def unshared(self) -> list[Segment]:
+        """A tree's branches as ordinary segments, each after a prefix of its own; of another sample, itself."""
+        if not self.branches:
+            return [self]
+        prefix = slice(0, self.num_prefix_tokens)
+        return [
+            Segment(
+                branch.sample_id or self.sample_id,
+                self.fragment,
+                np.concatenate([self.input_ids[prefix], self.input_ids[part]]),
+                np.concatenate([self.labels[prefix], self.labels[part]]),
+                self.tiles,
+                self.tiles_per_image,
+                branch.num_loss_tokens,
+            )
+            for branch, part in self.branch_parts()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from ..checkpoints.lora import merged_state_dict
 from ..errors import UserError
 from ..parallel.group import SequenceGroup
 from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row_slice
-from .attention import Kernel, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
+from .attention import Kernel, TreeLinks, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
+from .attention import tree_links as make_tree_links
 from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
 from .fp8 import fill_row
@@ -49,6 +50,7 @@ class PackedOutput(ModelOutput):
         ce_sum, num_targets: the same unweighted, for metrics.
         target_losses, target_positions: ce of each labelled target, float32 (M,), and where in the flat
             row it is predicted, int64 (M,); the target itself is the next token.
+        target_logprobs: float32 (M,) with their gradient, in place of a loss, when asked for.
         logits: (B, N, V), only without labels or when asked for.
         router_counts, router_probabilities: of a mixture of experts with a balance loss, see experts.RoutingSums.
     """
@@ -60,6 +62,7 @@ class PackedOutput(ModelOutput):
     num_targets: Tensor | None = None
     target_losses: Tensor | None = None
     target_positions: Tensor | None = None
+    target_logprobs: Tensor | None = None
     logits: Tensor | None = None
     router_counts: Tensor | None = None
     router_probabilities: Tensor | None = None
@@ -157,6 +160,7 @@ class PackedModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        prefix_of: Tensor | None = None,
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
         loss_weight: Tensor | None = None,
@@ -168,6 +172,7 @@ class PackedModel(nn.Module):
         num_real_tokens: int | None = None,
         routing_only: bool = False,
         return_logits: bool = False,
+        return_logprobs: bool = False,
         **_other_batch_keys: Any,
     ) -> PackedOutput:
         """One row of packed segments, or a padded batch.
@@ -179,6 +184,9 @@ class PackedModel(nn.Module):
                 the collator otherwise.
             cu_seqlens_padded: like cu_seqlens, where segments carry pads of their own (pad_seq_to_mult): where they lie
                 in the row. Attention is causal, so no token sees the pads after it.
+            prefix_of: int32 (S,) on the host, where the row has prefix trees: of each segment the number of the one
+                that is its prefix, -1 for none. A branch follows its prefix, and its positions go on at the prefix's
+                end (batch/collate.py).
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
             loss_normalizer: what the weighted sum is divided by, None for this row's own sum of weights.
@@ -189,6 +197,7 @@ class PackedModel(nn.Module):
             num_real_tokens: tokens of samples, for the sums of a router's balance loss: the rest is pads.
             routing_only: give those sums and nothing else, without running the head.
             return_logits: also return all logits, for checks and evaluation.
+            return_logprobs: give the labelled targets' log-probabilities, with their gradient, in place of a loss.
 
         Raises:
             ValueError: shapes, boundaries or image tokens that do not fit together.
@@ -197,8 +206,12 @@ class PackedModel(nn.Module):
         cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
+        tree_links = None
         if cu_seqlens is not None:
-            self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask)
+            self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask, prefix_of)
+            if prefix_of is not None:
+                self._check_trees(cu_seqlens_padded)
+                tree_links = make_tree_links(cu_seqlens, prefix_of, input_ids.device)
         on_device = None if cu_seqlens is None else cu_seqlens.to(input_ids.device, non_blocking=True)
         part = RowSlice.whole(on_device, max_seqlen)
         if self.sequence_group is not None:
@@ -215,7 +228,7 @@ class PackedModel(nn.Module):
         if routing is not None:
             given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
             routing.begin(part.take(real_tokens(input_ids, *given), False))
-        hidden = self._decode(embeddings, places, part, attention_mask)
+        hidden = self._decode(embeddings, places, part, attention_mask, tree_links)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
@@ -226,7 +239,8 @@ class PackedModel(nn.Module):
             return output
         if labels is not None:
             targets, weights = shift_targets(labels, loss_weight, on_device)
-            self._add_loss(output, hidden, targets, weights, loss_normalizer, num_loss_tokens, part)
+            own_weights = None if return_logprobs else weights
+            self._add_loss(output, hidden, targets, own_weights, loss_normalizer, num_loss_tokens, part)
         if labels is None or return_logits:
             logits = self.model.get_output_embeddings()(hidden)
             output.logits = gather_row(logits, cu_seqlens, self.sequence_group)
@@ -255,6 +269,7 @@ class PackedModel(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor | None,
         attention_mask: Tensor | None,
+        prefix_of: Tensor | None = None,
     ) -> None:
         if input_ids.shape[0] != 1:
             raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
@@ -266,16 +281,41 @@ class PackedModel(nn.Module):
             validate_cu_seqlens(cu_seqlens, input_ids.shape[1], max_seqlen)
         else:
             check_cu_seqlens_form(cu_seqlens, max_seqlen)
+        starts, longest = torch.zeros_like(cu_seqlens[:-1]), max_seqlen
+        if prefix_of is not None:
+            if cu_seqlens.device.type != "cpu" or prefix_of.device.type != "cpu":
+                raise ValueError("a row with prefix trees needs cu_seqlens and prefix_of on the host")
+            lengths = cu_seqlens.diff()
+            starts = lengths[prefix_of.clamp(min=0)] * (prefix_of >= 0)
+            longest = int((lengths + starts).max())
         if position_ids.device.type == cu_seqlens.device.type == "cpu":
             first = position_ids[0, cu_seqlens[:-1].long()]
-            if first.any():
-                segment = int(first.nonzero()[0])
-                raise ValueError(f"position_ids must restart at 0: segment {segment} starts at {int(first[segment])}")
+            if not torch.equal(first, starts.to(first.dtype)):
+                segment = int((first != starts).nonzero()[0])
+                rule = f"go on at its prefix's length, {starts[segment]}" if starts[segment] else "restart at 0"
+                raise ValueError(f"position_ids must {rule}: segment {segment} starts at {int(first[segment])}")
         limit = self._longest_exact_segment
-        if limit is not None and max_seqlen > limit:
+        if limit is not None and longest > limit:
             raise UserError(
-                f"a segment of {max_seqlen} tokens with a rotary scaling that depends on the row's longest position: "
+                f"a segment of {longest} tokens with a rotary scaling that depends on the row's longest position: "
                 f"lower --max_seq_length to {limit}, or set a static rope_type in the model's config"
+            )
+
+    def _check_trees(self, cu_seqlens_padded: Tensor | None) -> None:
+        """Refuse what prefix trees do not go with.
+
+        Raises:
+            UserError: pads within segments, ring attention, sliding windows, attention sinks.
+        """
+        text_config = self.config.get_text_config()
+        if cu_seqlens_padded is not None:
+            raise UserError("prefix trees have no pads between segments: leave --pad_seq_to_mult at 1")
+        if self.sequence_group is not None and self.sequence_group.mode == "ring":
+            raise UserError("prefix trees with --sequence_parallel_mode ring: use ulysses")
+        if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+            raise UserError(
+                f"prefix trees with {text_config.model_type!r}, whose layers have sliding windows: a branch would not "
+                "see all of its prefix; use a model without windows"
             )
 
     def _with_images(
@@ -341,7 +381,12 @@ class PackedModel(nn.Module):
         ).pooler_output[:num_tiles]
 
     def _decode(
-        self, embeddings: Tensor, position_ids: Tensor | None, part: RowSlice, attention_mask: Tensor | None
+        self,
+        embeddings: Tensor,
+        position_ids: Tensor | None,
+        part: RowSlice,
+        attention_mask: Tensor | None,
+        tree_links: TreeLinks | None,
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         num_tokens = embeddings.shape[1]
@@ -352,7 +397,7 @@ class PackedModel(nn.Module):
             hidden = self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
         else:
             assert part.max_seqlen is not None, "as of any pack"
-            with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group) as names:
+            with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group, tree_links) as names:
                 hidden = self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
         return hidden[:, :num_tokens]
 
@@ -371,22 +416,26 @@ class PackedModel(nn.Module):
         output: PackedOutput,
         hidden: Tensor,
         targets: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         loss_normalizer: Tensor | float | None,
         num_loss_tokens: int | None,
         part: RowSlice,
     ) -> None:
-        targets, weights = targets.reshape(-1), weights.reshape(-1)
-        if loss_normalizer is None:
-            loss_normalizer = weights.sum()
-        targets, weights = part.take(targets, IGNORE_INDEX), part.take(weights, 0.0)
+        """The weighted loss, or without `weights` the log-probabilities, and the sums that go with either."""
+        targets = part.take(targets.reshape(-1), IGNORE_INDEX)
         positions = true_positions(targets != IGNORE_INDEX, num_loss_tokens)
         self.head.share_with_zero3()
-        weighted, losses = self.head(
-            hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions), targets[positions], weights[positions]
-        )
-        output.loss = normalized(weighted, loss_normalizer)
-        output.weighted_sum, output.weight_sum = weighted.detach(), weights.sum()
+        labelled = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions), targets[positions]
+        if weights is None:
+            output.target_logprobs, losses = self.head(*labelled, None)
+        else:
+            weights = weights.reshape(-1)
+            if loss_normalizer is None:
+                loss_normalizer = weights.sum()
+            weights = part.take(weights, 0.0)
+            weighted, losses = self.head(*labelled, weights[positions])
+            output.loss = normalized(weighted, loss_normalizer)
+            output.weighted_sum, output.weight_sum = weighted.detach(), weights.sum()
         output.ce_sum = losses.sum()
         output.target_losses = losses
         output.target_positions = part.in_row(positions)

@@ -17,6 +17,9 @@ from internvl_pack.testing.tiny import tiny_internvl
 IGNORE = -100
 SIZE = 56
 TOKENS_PER_TILE = 4
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
+ZERO = 1e-9  # of the whole gradient's norm: rounding of one that is zero, as a key bias's without rotary positions
 
 
 def segment(tokenizer, plan, seed=0, sample_id=None):
@@ -116,3 +119,13 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def assert_same_gradients(got, expected):
+    assert got.keys() == expected.keys()
+    total = torch.stack([g.norm() for g in expected.values()]).norm()
+    for name, gradient in expected.items():
+        if gradient.norm() < ZERO * total:
+            assert got[name].norm() < ZERO * total, name
+        else:
+            assert relative_error(got[name], gradient) < GRADIENT_TOLERANCE, name

@@ -22,6 +22,7 @@ from helpers.model_samples import (
     text_segments,
     tiny_packed,
 )
+from helpers.tree_samples import trees
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.selfcheck import IsolationError, check_isolation
 from internvl_pack.parallel import enable_sequence_parallel, make_groups
@@ -46,6 +47,7 @@ def packs(tokenizer) -> dict[str, list]:
     made = {
         name: [segment(tokenizer, plan, seed) for seed, plan in enumerate(segments)] for name, segments in plans.items()
     }
+    made["trees"] = [*trees(tokenizer), made["one tile"][1]]
     return made | {"mixed": mixed_segments(tokenizer), "text only": text_segments(tokenizer)}
 
 
@@ -95,6 +97,7 @@ CASES: dict[str, Case] = {
     "padded row": Case(collate={"pad_to": 160}),
     "aligned segments": Case(collate={"pad_seq_to_mult": 8}),
     "square weighting": Case(collate={"loss_reduction": "square"}, pack="one segment"),
+    "prefix trees": Case(pack="trees", modes=("ulysses",), sizes=(2, 4)),
     "sliding windows": Case(model=WINDOWS, modes=("ulysses",)),
     "fewer heads than ranks": Case(model=FEW_HEADS, modes=("ring",)),
 }

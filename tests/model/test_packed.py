@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers.factory import TINY
 from helpers.model_samples import (
+    LOSS_TOLERANCE,
+    assert_same_gradients,
     gradients,
     mixed_segments,
     packed_batch,
@@ -26,20 +28,6 @@ from internvl_pack.model.loss import head
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader
-
-LOSS_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-5
-ZERO = 1e-9  # of the whole gradient's norm: rounding of one that is zero, as a key bias's without rotary positions
-
-
-def assert_same_gradients(got, expected):
-    assert got.keys() == expected.keys()
-    total = torch.stack([g.norm() for g in expected.values()]).norm()
-    for name, gradient in expected.items():
-        if gradient.norm() < ZERO * total:
-            assert got[name].norm() < ZERO * total, name
-        else:
-            assert relative_error(got[name], gradient) < GRADIENT_TOLERANCE, name
 
 
 def assert_packed_equals_one_by_one(packed: PackedModel, batch, segments, loss_reduction):

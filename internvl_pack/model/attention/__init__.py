@@ -3,6 +3,7 @@
 kernels/          one signature, a file a kernel
 register.py       the choice of the kernel; the function among transformers' attention functions
 compiled_op.py    attention as one operation of a compiled layer, of rows and of tiles
+tree.py           branches that see their prefix
 ulysses.py, ring.py    attention of a row that several ranks share
 boundaries.py     checks of cu_seqlens
 """
@@ -11,12 +12,14 @@ from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
 from .compiled_op import attention_operation
 from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
+from .tree import TreeLinks, tree_links
 
 __all__ = [
     "HALF",
     "KERNELS",
     "Kernel",
     "Row",
+    "TreeLinks",
     "attention_operation",
     "check_cu_seqlens_form",
     "kernel_of",
@@ -25,5 +28,6 @@ __all__ = [
     "register_kernel",
     "register_packed_attention",
     "select_kernel",
+    "tree_links",
     "validate_cu_seqlens",
 ]

@@ -20,6 +20,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .compiled_op import attend_row
 from .kernels import HALF, KERNELS, Kernel, Row
 from .ring import ring_attention
 from .sinks import attend_with_sinks, masked_attention_with_sinks
+from .tree import TreeLinks, attend_trees
 from .ulysses import ulysses_attention
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,10 @@ _in_packed_row: ContextVar[bool] = ContextVar("internvl_pack_in_packed_row", def
 
 @contextlib.contextmanager
 def packed_row(
-    cu_seqlens: Tensor, max_seqlen: int, sequence_group: SequenceGroup | None = None
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    sequence_group: SequenceGroup | None = None,
+    tree_links: TreeLinks | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The names by which transformers hands a pack's boundaries to attention, for one model call.
 
@@ -52,16 +57,21 @@ def packed_row(
 
     Args:
         sequence_group: the ranks that share the row; the boundaries are then those of a `RowSlice`.
+        tree_links: which tokens see which prefix, where the row has prefix trees.
     """
     token = _in_packed_row.set(True)
     try:
-        names = {
+        names: dict[str, Any] = {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
         }
-        yield names if sequence_group is None else names | {"sequence_group": sequence_group}
+        if sequence_group is not None:
+            names["sequence_group"] = sequence_group
+        if tree_links is not None:
+            names["tree_links"] = tree_links
+        yield names
     finally:
         _in_packed_row.reset(token)
 
@@ -151,6 +161,7 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         sequence_group: SequenceGroup | None = None,
+        tree_links: TreeLinks | None = None,
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -172,10 +183,12 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         assert max_length_q is not None, "given with the boundaries"
         row = Row(cu_seq_lens_q, max_length_q, scaling, sliding_window)
         if s_aux is not None:
-            assert sequence_group is None, "refused at the start"
+            assert sequence_group is None and tree_links is None, "refused at the start"
             out = attend_with_sinks(kernel, q, k, v, s_aux, row)
         elif sequence_group is not None:
-            out = run_over_group(kernel, q, k, v, row, sequence_group)
+            out = run_over_group(kernel, q, k, v, row, sequence_group, tree_links)
+        elif tree_links is not None:
+            out = attend_trees(kernel, q, k, v, row, tree_links)
         elif is_one_operation and torch.compiler.is_compiling():
             # contiguous: part of the rotary embedding's kernel
             out, _ = attend_row(kernel, q.contiguous(), k.contiguous(), v.contiguous(), row)
@@ -186,10 +199,21 @@ def _attention_function(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     return packed_attention
 
 
-def attend_over_group(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup) -> Tensor:
+def attend_over_group(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row: Row,
+    group: SequenceGroup,
+    tree_links: TreeLinks | None = None,
+) -> Tensor:
     """The kernel contract on this rank's tokens, with the boundaries of its `RowSlice`."""
-    attend = ulysses_attention if group.mode == "ulysses" else ring_attention
-    return attend(kernel, q, k, v, row, group)
+    if group.mode == "ring":
+        assert tree_links is None, "refused at the start"
+        return ring_attention(kernel, q, k, v, row, group)
+    attend = kernel.run if tree_links is None else partial(attend_trees, kernel, links=tree_links)
+    return ulysses_attention(attend, q, k, v, row, group)
 
 
 def one_dtype(*tensors: Tensor) -> list[Tensor]:

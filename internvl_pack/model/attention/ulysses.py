@@ -11,19 +11,29 @@ in one collective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...parallel.checks import kv_copies
 from ...parallel.collectives import exchange
 from ...parallel.group import SequenceGroup
-from .kernels import Kernel, Row
+from .kernels import Row
 
 
-def ulysses_attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, group: SequenceGroup) -> Tensor:
+def ulysses_attention(
+    attend: Callable[[Tensor, Tensor, Tensor, Row], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row: Row,
+    group: SequenceGroup,
+) -> Tensor:
     """The kernel contract on a slice of the row: q (n, Hq, D), k and v (n, Hkv, D) to (n, Hq, D).
 
     Args:
+        attend: attend(q, k, v, row) -> out, a kernel's `run` or another attention over the whole row.
         row: the whole row, which has n tokens a rank.
     """
     size = group.size
@@ -34,6 +44,6 @@ def ulysses_attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row,
     # (size, n, heads, D), a block for each rank
     blocks = torch.cat([t.unflatten(1, (size, -1)).transpose(0, 1) for t in (q, k, v)], 2)
     q, k, v = exchange(blocks, group.process_group).flatten(0, 1).split(heads, 1)
-    out = kernel.run(q, k, v, row)
+    out = attend(q, k, v, row)
     blocks = exchange(out.unflatten(0, (size, -1)), group.process_group)  # (size, n, heads / size, D)
     return blocks.transpose(0, 1).flatten(1, 2)

@@ -51,14 +51,20 @@ class LabelledHead(nn.Module):
             deepspeed.zero.register_external_parameter(self, parameter)
         self._shared_with_zero3 = True
 
-    def forward(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """hidden (M, H), targets (M,) in the vocabulary, weights (M,) float32.
 
         Returns:
             the sum of w * ce, a float32 scalar; ce of each target, float32 (M,), detached. With M = 0 the
             sum is zero, and every parameter behind `hidden` and the head still gets a gradient.
+            With `weights` None the first is the log-probability of each target instead, float32 (M,), with its
+            gradient, for which each chunk's logits are computed again.
         """
         lm_head = self.output_embeddings()
+        if weights is None:
+            settings = (self.chunk_tokens, self.loss_kernel)
+            logprobs = _ChunkedLogprobs.apply(hidden, lm_head.weight, lm_head.bias, targets, *settings)
+            return logprobs, -logprobs.detach()
         weighted, losses = _ChunkedCrossEntropy.apply(
             hidden,
             lm_head.weight,
@@ -132,6 +138,60 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if g is not None:
                 g.mul_(upstream)
         return (*gradients, None, None, None, None, None)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probabilities chunk by chunk; the backward pass makes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_tokens: int,
+        loss_kernel: LossKernel,
+    ) -> Tensor:
+        device_type = hidden.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(device_type, enabled=False):
+            w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for start in range(0, len(hidden), chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                logits = logits_of(hidden[rows].to(dtype), w, b)
+                logprobs[rows] = -F.cross_entropy(logits.float(), targets[rows], reduction="none")
+        ctx.save_for_backward(hidden, targets)
+        ctx.head = weight, bias  # parameters as they are: ZeRO-3 gathers them again for the backward pass
+        ctx.settings = dtype, chunk_tokens, loss_kernel
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets = ctx.saved_tensors
+        (weight, bias), (dtype, chunk_tokens, loss_kernel) = ctx.head, ctx.settings
+        grad_dtype = torch.float32 if dtype == torch.float16 else dtype
+        trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if trains_hidden else None
+        grad_weight = _Sum(weight) if trains_weight else None
+        grad_bias = _Sum(bias) if trains_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for start in range(0, len(hidden), chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                h = hidden[rows].to(dtype)
+                _, grad = loss_kernel(logits_of(h, w, b), targets[rows], -upstream[rows].float(), grad_dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = gradient_of_input(grad, w.to(grad_dtype))
+                if grad_weight is not None:
+                    grad_weight.add_product(grad, h.to(grad_dtype))
+                if grad_bias is not None:
+                    grad_bias.add(grad.sum(0, dtype=torch.float32))
+        weight_total = None if grad_weight is None else grad_weight.total()
+        bias_total = None if grad_bias is None else grad_bias.total()
+        return grad_hidden, weight_total, bias_total, None, None, None
 
 
 def vocabulary_pieces(width: int) -> list[slice]:

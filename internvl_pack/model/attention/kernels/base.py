@@ -21,7 +21,9 @@ class Row(NamedTuple):
         scale: of q.k; None means D ** -0.5.
         window: keys a query sees at most, its own included; None means all before it.
         causal: a query sees the keys of its segment at or before its own place; without it (in the halves alone)
-            queries and keys are equally long parts of the same segments, and a query sees all keys of its segment.
+            a query sees all keys of its segment.
+        key_cu_seqlens, max_key_seqlen: boundaries of the keys, if they are not those of the queries (without causality
+            and window only): the keys of as many segments, from 0 to all of them, and their longest.
     """
 
     cu_seqlens: Tensor
@@ -29,6 +31,15 @@ class Row(NamedTuple):
     scale: float | None = None
     window: int | None = None
     causal: bool = True
+    key_cu_seqlens: Tensor | None = None
+    max_key_seqlen: int | None = None
+
+    @property
+    def keys(self) -> tuple[Tensor, int]:
+        """The boundaries of the keys and their longest segment."""
+        if self.key_cu_seqlens is None or self.max_key_seqlen is None:
+            return self.cu_seqlens, self.max_seqlen
+        return self.key_cu_seqlens, self.max_key_seqlen
 
     @property
     def limit(self) -> int | None:

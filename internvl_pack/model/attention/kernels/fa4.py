@@ -57,12 +57,13 @@ def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 def _settings(row: Row) -> dict[str, Any]:
     limit = row.limit
+    keys, longest_keys = row.keys
     return {
         "causal": row.causal,
         "cu_seqlens_q": row.cu_seqlens,
-        "cu_seqlens_k": row.cu_seqlens,
+        "cu_seqlens_k": keys,
         "max_seqlen_q": row.max_seqlen,
-        "max_seqlen_k": row.max_seqlen,
+        "max_seqlen_k": longest_keys,
         "window_size_left": None if limit is None else limit - 1,
         "window_size_right": None if limit is None else 0,
     }

@@ -58,8 +58,9 @@ def backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 def bounds(row: Row) -> tuple[Tensor, Tensor, int, int]:
     """Boundaries of queries and of keys, and their longest segments."""
-    longest = max(row.max_seqlen, 2)  # for 1 another kernel runs, with other layouts
-    return row.cu_seqlens, row.cu_seqlens, longest, longest
+    keys, longest_keys = row.keys
+    # for 1 another kernel runs, with other layouts
+    return row.cu_seqlens, keys, max(row.max_seqlen, 2), max(longest_keys, 2)
 
 
 def problem(device: torch.device) -> str | None:

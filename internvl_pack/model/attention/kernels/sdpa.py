@@ -75,6 +75,13 @@ def _tiles_of_scores(row: Row) -> Iterator[tuple[slice, slice, Tensor | None]]:
     A long segment is several tiles; short ones are one tile together, most of which is masked: fewer operations.
     """
     lengths = segment_lengths(row.cu_seqlens)
+    if row.key_cu_seqlens is not None:
+        start = first_key = 0
+        for length, keys in zip(lengths, segment_lengths(row.key_cu_seqlens), strict=True):
+            for at in range(start, start + length, QUERY_ROWS):
+                yield slice(at, min(at + QUERY_ROWS, start + length)), slice(first_key, first_key + keys), None
+            start, first_key = start + length, first_key + keys
+        return
     start = first = 0
     while first < len(lengths):
         count, tokens = 1, lengths[first]
