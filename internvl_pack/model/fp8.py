@@ -10,7 +10,7 @@ The weights stay what they are: optimizer, ZeRO and checkpoints see ordinary par
 vision tower, the projector and LoRA's own matrices are left alone.
 
 The gradient of a weight is a product over the tokens of a row, whose number the hardware wants as a multiple of 16.
-`fill_row` adds what is missing as a segment of zeros: a token of zeros changes no scale and no sum.
+`fill_row` adds what is missing as a segment of its own: without labels, so that it adds nothing to any gradient.
 """
 
 from __future__ import annotations

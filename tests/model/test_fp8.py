@@ -218,7 +218,7 @@ def test_losses_of_a_pack_are_those_of_its_samples_one_by_one(tokenizer, segment
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_what_fills_a_row_changes_no_gradient(tokenizer):
+def test_what_fills_a_row_adds_to_no_gradient(tokenizer):
     """Beside the same row filled up by the collator, whose pads are tokens."""
     packed = in_fp8(tokenizer)
     row = mixed_segments(tokenizer)
