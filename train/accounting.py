@@ -246,6 +246,7 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "device": str(args.device.type),
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         "attn_kernel": trainer.packed_model.attn_kernel.name,
+        "fp8": trainer.packed_model.fp8,
         "steps": trainer.state.global_step,
         "steps_over_bound": steps_over_bound(trainer),
         "steps_empty": trainer.steps_without_samples,

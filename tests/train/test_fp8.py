@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.launched import made_in
-from helpers.runs import weights
+from helpers.runs import summary_of, weights
 from helpers.stepping import run_ranks
 from safetensors import safe_open
 
@@ -62,7 +62,8 @@ def test_a_run_goes_on_with_it_and_without(train, tmp_path, capsys):
         lines = capsys.readouterr().err.splitlines()
         said.append([line for line in lines if line.startswith("resume: the decoder's products")])
         assert bool(options) == any("on a CPU products are emulated" in line for line in lines)
-        assert load_packing_state(tmp_path / f"checkpoint-{steps}")["fp8"] == ("rowwise" if options else None)
+        recipe = "rowwise" if options else None
+        assert load_packing_state(tmp_path / f"checkpoint-{steps}")["fp8"] == summary_of(tmp_path)["fp8"] == recipe
     on, off = "in fp8 (rowwise)", "without fp8"
     line = "resume: the decoder's products were made {} until this checkpoint, from here on {}"
     assert said == [[], [line.format(on, off)], [line.format(off, on)], []]
