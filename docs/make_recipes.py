@@ -6,11 +6,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from internvl_pack.model.memory import Sizes, memory
-from internvl_pack.packing.cost import SIZES
+from internvl_pack.packing.cost import SIZES, FeedForward
 
 PAGE = Path(__file__).with_name("recipes.md")
 USED = 0.9  # share of a card that a row of the table may take by the estimate, which is right to 5 %
@@ -80,12 +81,12 @@ def ways(gpus: int) -> Iterator[tuple[int, tuple[int, int], bool]]:
                 yield zero, budget, checkpointed
 
 
-def adapter_parameters(text: dict[str, int]) -> int:
-    """Parameters of adapters of rank RANK at all matrices of the decoder's layers."""
-    h, i, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
+def adapter_parameters(text: dict[str, Any]) -> int:
+    """Parameters of adapters of rank RANK at all matrices of the decoder's layers but those of experts."""
+    h, layers, mlp = text["hidden_size"], text["num_hidden_layers"], FeedForward.of(text)
     head = text.get("head_dim") or h // text["num_attention_heads"]
     queries, keys = head * text["num_attention_heads"], head * text["num_key_value_heads"]
-    return layers * RANK * (2 * (h + queries) + 2 * (h + keys) + 3 * (h + i))
+    return RANK * (layers * (2 * (h + queries) + 2 * (h + keys)) + mlp.dense * 3 * (h + mlp.width))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ rank's own part as they are, once more in one piece, and that in float32. The la
 A compiled layer keeps of a token or a patch, in elements (h: width, i: of the MLP, k: of keys and values):
 
     decoder       4 h + 2 k + 2 i        inputs of its matrix products; norms and activations are made again
+    of experts    4 h + 2 k + a (2 h + 2 i)    a token goes to a of them: its copies, their products, their outputs
     vision        8 h + 2 i              with norms' and GELU's outputs
 
-Layers that are not compiled keep about a third more.
+Layers that are not compiled keep about a third more, those of experts twice as much. Where most memory is activations
+and gradients, the sum of both is more than the peak, as gradients come while activations go.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from ..packing.cost import FeedForward
 
 HALF, FLOAT = 2, 4  # bytes
 BUCKET = 500_000_000  # elements of a bucket of gradients, in the configs shipped
-UNCOMPILED = 1.35
+UNCOMPILED, UNCOMPILED_EXPERTS = 1.35, 2.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Sizes:
         depths: how many layers, vision and decoder.
         kept: bytes that a compiled layer keeps of a tile, and of a token.
         inputs: bytes of a layer's input, likewise.
+        uncompiled: how much more layers keep that are not compiled, likewise.
         vocabulary, width: of the head.
     """
 
@@ -51,6 +55,7 @@ class Sizes:
     depths: tuple[int, int]
     kept: tuple[int, int]
     inputs: tuple[int, int]
+    uncompiled: tuple[float, float]
     vocabulary: int
     width: int
 
@@ -69,24 +74,27 @@ class Sizes:
         if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
             raise UserError("the config has no text_config (or llm_config) and vision_config")
         try:
-            h, i, layers = text["hidden_size"], text["intermediate_size"], text["num_hidden_layers"]
+            h, layers = text["hidden_size"], text["num_hidden_layers"]
             heads, vocabulary = text["num_attention_heads"], text["vocab_size"]
             w, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
             side, patch = (_side(vision[name]) for name in ("image_size", "patch_size"))
         except KeyError as error:
             raise UserError(f"{error.args[0]} is missing in the model's config") from error
+        mlp = FeedForward.of(text)
         head = text.get("head_dim") or h // heads
         queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
         shrink = config.get("downsample_ratio", 0.5)
         patches, merged = (side // patch) ** 2 + 1, round(w / shrink**2)
+        widest = mlp.active * (2 * h + 2 * mlp.inner) if mlp.sparse else 2 * mlp.width
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", h < SMALLEST_UNTIED))
         return cls(
             vision_layers=depth * (4 * w * w + 2 * w * inner),
-            decoder_layers=layers * (2 * h * queries + 2 * h * keys + 3 * h * i),
+            decoder_layers=layers * (2 * h * queries + 2 * h * keys) + h * mlp.rows(mlp.experts),
             rest=vocabulary * h * (1 if tied else 2) + merged * h + h * h + 3 * patch**2 * w + patches * w,
             depths=(depth, layers),
-            kept=(HALF * patches * (8 * w + 2 * inner), HALF * (4 * h + 2 * keys + 2 * i)),
+            kept=(HALF * patches * (8 * w + 2 * inner), HALF * (4 * h + 2 * keys + widest)),
             inputs=(HALF * patches * w, HALF * h),
+            uncompiled=(UNCOMPILED, UNCOMPILED_EXPERTS if mlp.sparse else UNCOMPILED),
             vocabulary=vocabulary,
             width=h,
         )
@@ -145,7 +153,8 @@ def memory(
     if zero == 3:
         bucket = HALF * (2 * max(layers) + sizes.rest)
     row = (tiles, tokens)
-    whole = [k * n * (1.0 if compiled else UNCOMPILED) for k, n in zip(sizes.kept, row, strict=True)]
+    more = (1.0, 1.0) if compiled else sizes.uncompiled
+    whole = [k * n * m for k, n, m in zip(sizes.kept, row, more, strict=True)]
     if checkpointed:
         activations = sum(i * n * d for i, n, d in zip(sizes.inputs, row, sizes.depths, strict=True)) + max(whole)
     else:

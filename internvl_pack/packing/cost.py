@@ -121,22 +121,52 @@ def attention_reach(text: Mapping[str, Any]) -> tuple[int, int]:
     return len(kinds) - sliding, sliding * int(text.get("sliding_window") or 0)
 
 
-def feed_forward_rows(text: Mapping[str, Any]) -> int:
-    """Rows of the feed-forward matrices that a token meets in all layers: three of each layer's width.
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The feed-forward parts of all layers: dense ones, or experts and a router.
 
-    In a layer of experts the width is that of the experts a token goes to, and the router adds a row an expert. Layers
-    are of experts as Qwen3-MoE's config says (`decoder_sparse_step`, `mlp_only_layers`), or all of them, as GPT-OSS's
-    (whose experts have `intermediate_size`).
+    Attributes:
+        dense, sparse: how many layers are without experts, and with.
+        width: of the matrices of a dense layer.
+        experts, active: how many a layer of experts has, and how many of them a token goes to.
+        inner: width of an expert's matrices.
     """
-    layers, width = _number(text, "num_hidden_layers"), _number(text, "intermediate_size")
-    experts = text.get("num_experts") or text.get("num_local_experts") or 0
-    if not experts:
-        return 3 * layers * width
-    step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
-    sparse = sum(index not in dense and (index + 1) % step == 0 for index in range(layers))
-    inner = int(text.get("moe_intermediate_size") or width)
-    active = _number(text, "num_experts_per_tok") * inner
-    return 3 * (layers - sparse) * width + sparse * (3 * active + int(experts))
+
+    dense: int
+    sparse: int
+    width: int
+    experts: int
+    active: int
+    inner: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> FeedForward:
+        """Of a language model's config.
+
+        Layers are of experts as Qwen3-MoE's config says (`decoder_sparse_step`, `mlp_only_layers`), or all of them, as
+        GPT-OSS's (whose experts have `intermediate_size`).
+
+        Raises:
+            UserError: a number that is needed is missing.
+        """
+        layers, width = _number(text, "num_hidden_layers"), _number(text, "intermediate_size")
+        experts = text.get("num_experts") or text.get("num_local_experts") or 0
+        if not experts:
+            return cls(layers, 0, width, 0, 0, 0)
+        step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
+        sparse = sum(index not in dense and (index + 1) % step == 0 for index in range(layers))
+        inner = int(text.get("moe_intermediate_size") or width)
+        return cls(layers - sparse, sparse, width, int(experts), _number(text, "num_experts_per_tok"), inner)
+
+    def rows(self, experts: int) -> int:
+        """Rows of all matrices, with so many experts of each layer: three of a width, and a router's one an expert."""
+        return 3 * self.dense * self.width + self.sparse * (3 * experts * self.inner + self.experts)
+
+
+def feed_forward_rows(text: Mapping[str, Any]) -> int:
+    """Rows of the feed-forward matrices that a token meets in all layers."""
+    found = FeedForward.of(text)
+    return found.rows(found.active)
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:
@@ -158,23 +188,29 @@ _TEXT = (
 )
 _VISION = ("hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
 _VIT_300M, _VIT_6B = (1024, 24, 4096, 448, 14), (3200, 45, 12800, 448, 14)
+_QWEN_MOE: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False}
+_GPT_OSS: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4, "tie_word_embeddings": False}
+_GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
 
-# Shapes of InternVL3 (over Qwen2.5 of 0.5B to 72B) and of InternVL3.5 (over Qwen3 of 0.6B to 32B): (language model,
-# vision tower).
-SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    name: (dict(zip(_TEXT, text, strict=False)), dict(zip(_VISION, vision, strict=True)))
-    for name, text, vision in (
-        ("1B", (896, 24, 4864, 14, 2, 151674), _VIT_300M),
-        ("2B", (1536, 28, 8960, 12, 2, 151674), _VIT_300M),
-        ("8B", (3584, 28, 18944, 28, 4, 151674), _VIT_300M),
-        ("14B", (5120, 48, 13824, 40, 8, 151674), _VIT_300M),
-        ("38B", (5120, 64, 27648, 40, 8, 151674), _VIT_6B),
-        ("78B", (8192, 80, 29568, 64, 8, 151674), _VIT_6B),
-        ("3.5-1B", (1024, 28, 3072, 16, 8, 151936, 128), _VIT_300M),
-        ("3.5-2B", (2048, 28, 6144, 16, 8, 151936, 128), _VIT_300M),
-        ("3.5-4B", (2560, 36, 9728, 32, 8, 151936, 128), _VIT_300M),
-        ("3.5-8B", (4096, 36, 12288, 32, 8, 151936, 128), _VIT_300M),
-        ("3.5-14B", (5120, 40, 17408, 40, 8, 151936, 128), _VIT_300M),
-        ("3.5-38B", (5120, 64, 25600, 64, 8, 151936, 128), _VIT_6B),
+# Shapes of InternVL3 (over Qwen2.5 of 0.5B to 72B) and of InternVL3.5 (over Qwen3 of 0.6B to 32B, and over mixtures of
+# experts: GPT-OSS and Qwen3-MoE): (language model, vision tower).
+SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    name: (dict(zip(_TEXT, text, strict=False)) | more, dict(zip(_VISION, vision, strict=True)))
+    for name, text, vision, more in (
+        ("1B", (896, 24, 4864, 14, 2, 151674), _VIT_300M, {}),
+        ("2B", (1536, 28, 8960, 12, 2, 151674), _VIT_300M, {}),
+        ("8B", (3584, 28, 18944, 28, 4, 151674), _VIT_300M, {}),
+        ("14B", (5120, 48, 13824, 40, 8, 151674), _VIT_300M, {}),
+        ("38B", (5120, 64, 27648, 40, 8, 151674), _VIT_6B, {}),
+        ("78B", (8192, 80, 29568, 64, 8, 151674), _VIT_6B, {}),
+        ("3.5-1B", (1024, 28, 3072, 16, 8, 151936, 128), _VIT_300M, {}),
+        ("3.5-2B", (2048, 28, 6144, 16, 8, 151936, 128), _VIT_300M, {}),
+        ("3.5-4B", (2560, 36, 9728, 32, 8, 151936, 128), _VIT_300M, {}),
+        ("3.5-8B", (4096, 36, 12288, 32, 8, 151936, 128), _VIT_300M, {}),
+        ("3.5-14B", (5120, 40, 17408, 40, 8, 151936, 128), _VIT_300M, {}),
+        ("3.5-38B", (5120, 64, 25600, 64, 8, 151936, 128), _VIT_6B, {}),
+        ("3.5-20B-A4B", (2880, 24, 2880, 64, 8, 201088, 64), _VIT_300M, _GPT_OSS),
+        ("3.5-30B-A3B", (2048, 48, 6144, 32, 4, 151936, 128), _VIT_300M, _QWEN_MOE | {"moe_intermediate_size": 768}),
+        ("3.5-241B-A28B", (4096, 94, 12288, 64, 4, 151936, 128), _VIT_6B, _QWEN_MOE | {"moe_intermediate_size": 1536}),
     )
 }
