@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from .metrics import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from .trainer import PackTrainer
@@ -30,19 +33,28 @@ SHOWN = (
 
 
 class ConsoleProgress(TrainerCallback):
-    """The run on the first rank's console."""
+    """The run on the first rank's console.
 
-    def __init__(self, name: str = "train", stream: TextIO | None = None) -> None:
+    Args:
+        packs: how many the run's first so many steps train on.
+    """
+
+    def __init__(self, packs: Callable[[int], float], name: str = "train", stream: TextIO | None = None) -> None:
+        self.packs = packs
         self.name = name
         self.stream = stream or sys.stderr
         self.bar: Any = None
-        self.began = 0.0, 0  # seconds by the clock, steps made before
+        self.marks: list[tuple[float, int]] = []  # seconds by the clock, steps made before: of the first, and past them
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.began = time.monotonic(), state.global_step
+        self.marks = []
         if state.is_world_process_zero and self.stream.isatty():
             steps = {"total": state.max_steps, "initial": state.global_step}
             self.bar = tqdm(desc=self.name, unit="step", file=self.stream, **steps)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self.marks or (len(self.marks) == 1 and state.global_step == self.marks[0][1] + WARM_UP_STEPS):
+            self.marks.append((time.monotonic(), state.global_step))
 
     def on_log(
         self,
@@ -88,10 +100,10 @@ class ConsoleProgress(TrainerCallback):
             self.bar = None
 
     def _time_left(self, step: int, total: int) -> timedelta:
-        """By the mean of this process's steps, in whole seconds."""
-        started, before = self.began
-        a_step = (time.monotonic() - started) / max(1, step - before)
-        return timedelta(seconds=round(a_step * (total - step)))
+        """By packs, at the pace of this process's steps, of the later ones where there are some; whole seconds."""
+        began, before = next(mark for mark in reversed(self.marks) if mark[1] < step)
+        a_pack = (time.monotonic() - began) / max(1.0, self.packs(step) - self.packs(before))
+        return timedelta(seconds=round(a_pack * (self.packs(total) - self.packs(step))))
 
     def _print(self, line: str) -> None:
         if self.bar is not None:
@@ -104,4 +116,4 @@ def install(trainer: PackTrainer, name: str = "train") -> None:
     """Put `ConsoleProgress` in the place of the Trainer's own bar or printer."""
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(ConsoleProgress(name))
+    trainer.add_callback(ConsoleProgress(lambda steps: trainer.estimate.packs(steps), name))

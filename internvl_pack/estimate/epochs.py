@@ -228,6 +228,15 @@ class RunEstimate:
         whole = int(num_epochs)
         return sum(map(self.steps, range(whole))) + math.ceil(round((num_epochs - whole) * self.steps(whole), 6))
 
+    def packs(self, num_steps: int) -> float:
+        """Packs of the run's first so many steps. An epoch's last step has those that are left."""
+        packs, last = 0.0, self.epochs[-1]
+        for epoch in self.epochs[:-1]:
+            packs += min(epoch.packs, num_steps * epoch.packs_per_step)
+            num_steps = max(0, num_steps - epoch.steps)
+        whole, rest = divmod(num_steps, max(1, last.steps))
+        return packs + whole * last.packs + min(last.packs, rest * last.packs_per_step)
+
 
 def follow_plan(plan: StepPlan, budget: Budget, cost: CostModel, *, num_ranks: int, policy: str) -> PackingEstimate:
     """What an epoch's plan makes, step by step to its end.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from datetime import timedelta
 from types import SimpleNamespace
 
+from internvl_pack.estimate.epochs import PackingEstimate, RunEstimate
 from train import progress
 from train.progress import ConsoleProgress
 
@@ -14,12 +16,13 @@ def state(step: int, total: int = 4, first: bool = True) -> SimpleNamespace:
 
 
 def test_without_a_terminal_each_log_and_each_evaluation_is_a_line(monkeypatch):
-    clock = iter([100.0, 107.0, 114.0])
+    clock = iter([100.0, 107.0, 114.0])  # the first step begins; two lines
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     out = io.StringIO()
-    console = ConsoleProgress("packed", out)
+    console = ConsoleProgress(float, "packed", out)
     console.on_train_begin(None, state(0), None)
     for step in (1, 2):
+        console.on_step_begin(None, state(step - 1), None)
         console.on_step_end(None, state(step), None)
         console.on_log(
             None, state(step), None, {"loss": 3.0, "learning_rate": 1e-5, "grad_norm": 0.5, "token_fill": 0.5}
@@ -34,10 +37,27 @@ def test_without_a_terminal_each_log_and_each_evaluation_is_a_line(monkeypatch):
     ]
 
 
+def test_time_left_is_by_packs_and_without_the_first_steps(monkeypatch):
+    # Two epochs of 4 steps, the last with one pack instead of 8; the first two steps take 30 s, the others 8 or 1.
+    clock = iter([0.0, 30.0, 60.0, 60.0, 68.0, 69.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    epoch = PackingEstimate(packs=25, samples=25, tokens=25, tiles=0, budget=(1, 1), steps=4, packs_per_step=8)
+    out = io.StringIO()
+    console = ConsoleProgress(RunEstimate((epoch,), exact=True).packs, "packed", out)
+    console.on_train_begin(None, state(0, 8), None)
+    for step in (1, 2, 3, 4):
+        console.on_step_begin(None, state(step - 1, 8), None)
+        console.on_log(None, state(step, 8), None, {"loss": 3.0})
+    left = [line.rpartition(", ")[2] for line in out.getvalue().splitlines()]
+    assert RunEstimate((epoch, epoch), exact=True).packs(19) == 2 * 25 + 25 + 25 + 24
+    first = 30 / 8 * 42, 60 / 16 * 34
+    assert left == [f"{timedelta(seconds=round(s))} left" for s in (*first, 8 / 8 * 26, 9 / 9 * 25)]
+
+
 def test_a_terminal_has_a_bar_and_evaluations_above_it():
     out = io.StringIO()
     out.isatty = lambda: True
-    console = ConsoleProgress("packed", out)
+    console = ConsoleProgress(float, "packed", out)
     console.on_train_begin(None, state(0), None)
     console.on_log(None, state(1), None, {"loss": 3.0, "learning_rate": 1e-5})
     console.on_evaluate(None, state(1), None, {"eval_loss": 2.5})
@@ -51,7 +71,7 @@ def test_a_terminal_has_a_bar_and_evaluations_above_it():
 
 def test_other_ranks_are_silent():
     out = io.StringIO()
-    console = ConsoleProgress("packed", out)
+    console = ConsoleProgress(float, "packed", out)
     console.on_train_begin(None, state(1, first=False), None)
     console.on_log(None, state(1, first=False), None, {"loss": 1.0})
     console.on_evaluate(None, state(1, first=False), None, {"eval_loss": 1.0})
