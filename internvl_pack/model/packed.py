@@ -96,9 +96,9 @@ class PackedModel(nn.Module):
         self.model = model
         self.training = model.training  # as the modules inside, until train() or eval()
         self.vision_micro_tiles = vision_micro_tiles
-        self.is_compiled = False  # see compiled.py
+        self._is_compiled = False
         self.fp8: str | None = None  # the recipe of its products, see fp8.py
-        self.sequence_group: SequenceGroup | None = None  # see parallel/
+        self._sequence_group: SequenceGroup | None = None
         self.routing: RoutingSums | None = None  # see balance_routers
         self._mask_stand_in: Tensor | None = None
         text_config = model.config.get_text_config()
@@ -113,6 +113,25 @@ class PackedModel(nn.Module):
             )
         self.head = LabelledHead(model.get_output_embeddings, head_chunk_tokens)
         self.register_load_state_dict_pre_hook(_refuse_other_names)
+
+    # --- how it runs -------------------------------------------------------------------------------
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def mark_compiled(self, compiled: bool = True) -> None:
+        """Note that the blocks run compiled, as `compile_blocks` does once they do."""
+        self._is_compiled = compiled
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that share a row; None where each has its own."""
+        return self._sequence_group
+
+    def share_rows(self, group: SequenceGroup | None) -> None:
+        """Run packs over `group` from now on; `enable_sequence_parallel` checks first that the model goes with it."""
+        self._sequence_group = group
 
     # --- parts -------------------------------------------------------------------------------------
 

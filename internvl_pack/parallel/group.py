@@ -93,9 +93,9 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
         UserError: heads, kernel, layers or products of the model that do not go with it.
     """
     if group is None or group.size == 1:
-        packed.sequence_group = None
+        packed.share_rows(None)
         return
     check_fp8(packed.fp8, group.size)
     for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
-    packed.sequence_group = group
+    packed.share_rows(group)

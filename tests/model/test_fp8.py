@@ -310,5 +310,5 @@ def test_the_log_says_where_it_does_not_pay(tokenizer):
     assert "does not pay for a language model of width 64" in why_slower(packed, "cuda")
     packed.config.get_text_config().hidden_size = 4096
     assert "without --compile" in why_slower(packed, "cuda")
-    packed.is_compiled = True
+    packed.mark_compiled()
     assert why_slower(packed, "cuda") is None
