@@ -7,8 +7,7 @@ What it changes, and why:
 * The loss is the sum of w*ce over the step divided by the step's sum of w, exact over ranks and accumulation.
 * All ranks make the same plan, so they have as many steps and end together. A step of which no sample could be
   decoded is passed over: without data nothing moves the weights.
-* A checkpoint holds the state of the plan (`packing_state.json`), written last: its presence marks the
-  checkpoint as complete.
+* A checkpoint holds the state of the plan too (resume.py).
 * A run that is asked to (interruption.py) saves at the end of a step and stops.
 """
 
@@ -16,16 +15,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
@@ -39,25 +35,12 @@ from internvl_pack.stream.loader import PackLoader, packed_collator
 from .accounting import Ledgers, Quarantine, SampleLog, batch_ids
 from .arguments import PackTrainingArguments
 from .callbacks import EpochControl, log_estimate
-from .checkpoint import (
-    FP8,
-    OPTIMIZER,
-    changed_products,
-    find_checkpoint,
-    load_packing_state,
-    make_universal,
-    mark,
-    optimizer_options,
-    overruled,
-    remove,
-    rotate,
-    writing_to,
-)
+from .checkpoint import find_checkpoint
 from .evaluation import figures, log_left_out, merge_sums, sample_losses
 from .interruption import StopRequest, defer_worker_death
 from .metrics import StepMetrics
-from .optimizer_step import StepTrainer
 from .ranks import Ranks
+from .resume import ResumableTrainer
 from .router_loss import RouterLoss
 from .saving import Saving
 from .step_sync import Batch, StepSync
@@ -79,10 +62,9 @@ MODEL_KEYS = (
     "num_image_tokens",
     "num_real_tokens",
 )
-HOURS_TO_CONVERT = timedelta(hours=6)
 
 
-class PackTrainer(StepTrainer):
+class PackTrainer(ResumableTrainer):
     """Trains a `PackedModel` on packs, as transformers' Trainer does on its datasets.
 
         trainer = PackTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
@@ -165,21 +147,7 @@ class PackTrainer(StepTrainer):
         if args.log_sample_ids:
             self.add_callback(SampleLog(self))
 
-    @property
-    def output_dir(self) -> Path:
-        return Path(str(self.args.output_dir))
-
-    @property
-    def packed_model(self) -> PackedModel:
-        """The model that is trained, whatever it is wrapped in."""
-        return self.accelerator.unwrap_model(self.model)
-
     # -- data ------------------------------------------------------------------------------------------
-
-    @property
-    def loader(self) -> PackLoader:
-        """The training loader, which knows how far the run is."""
-        return self.get_train_dataloader()
 
     def get_train_dataloader(self) -> PackLoader:
         """The packs of this rank by the training arguments; the same loader at every call."""
@@ -355,7 +323,7 @@ class PackTrainer(StepTrainer):
             found = find_checkpoint("auto", self.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
         if resume_from_checkpoint and self.is_deepspeed_enabled:
-            self._move_to_these_ranks(Path(resume_from_checkpoint))
+            self.move_to_these_ranks(Path(resume_from_checkpoint))
         resumed = bool(resume_from_checkpoint)
         quarantine = Quarantine(self.loader, self.output_dir, self.ranks, resumed=resumed)
         self.add_callback(quarantine)
@@ -373,80 +341,6 @@ class PackTrainer(StepTrainer):
             transformers_log.removeFilter(_is_of_use)
         quarantine.flush()
         return output
-
-    def _move_to_these_ranks(self, checkpoint: Path) -> None:
-        """Optimizer states of DeepSpeed that were saved on another number of ranks are converted, once."""
-        saved = load_packing_state(checkpoint)["world_size"]
-        if saved == self.ranks.world_size:
-            return
-        logger.warning("resume: saved on %d ranks, going on with %d", saved, self.ranks.world_size)
-        if self.ranks.is_first:
-            make_universal(checkpoint)
-        if self.ranks.world_size > 1:
-            dist.barrier(group=dist.new_group(backend="gloo", timeout=HOURS_TO_CONVERT))
-        self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
-
-    def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
-        if resume_from_checkpoint is None:
-            return 0, 0
-        state = load_packing_state(resume_from_checkpoint)
-        for line in (*overruled(state, self.args), *changed_products(state, self.packed_model.fp8)):
-            logger.warning("resume: %s", line)
-        self.loader.load_state_dict(state, check_options=not self.args.resume_ignore_options)
-        if "ended" in state:
-            self.ledgers.load_state_dict(state["ended"], resume_from_checkpoint)
-        self.metrics.total = dict(state.get("totals", {}))
-        return self.loader.epoch, 0
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own."""
-        self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """A checkpoint of the model inside (saving.py); the Trainer's own would keep the wrapper's names."""
-        if not self.args.should_save:
-            return
-        folder = output_dir or self.args.output_dir
-        assert folder is not None, "an option that is asked for"
-        self.saving.write(self.packed_model, folder, state_dict, self.processing_class)
-        torch.save(self.args, os.path.join(folder, "training_args.bin"))
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        output_dir = Path(self._get_output_dir(trial=trial))
-        folder = output_dir / f"checkpoint-{self.state.global_step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the Trainer would remove before the mark
-        try:
-            with writing_to(folder):
-                if self.args.should_save:
-                    # What a killed run left there, perhaps on more ranks, would be read with what is written now.
-                    remove(folder)
-                self.ranks.barrier()
-                super()._save_checkpoint(model, trial)
-                if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
-                    self._mark(folder)
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate(output_dir, limit, None if best is None else Path(best))
-
-    def _mark(self, folder: Path) -> None:
-        """Declare a checkpoint complete, with the state of the data; all ranks call it together."""
-        losses = self.ledgers.losses().state_dict()
-        if self.args.should_save:
-            more = {
-                "losses": losses,
-                "world_size": self.ranks.world_size,  # which the optimizer's shards are for
-                "sequence_parallel_size": self.ranks.sequence_parallel_size,
-                "ended": self.ledgers.state_dict(),
-                "totals": self.metrics.total,
-                OPTIMIZER: optimizer_options(self.args),
-                FP8: self.packed_model.fp8,
-            }
-            mark(folder, self.loader.state_dict() | more | self.also_saved)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

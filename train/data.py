@@ -1,0 +1,168 @@
+"""What a run reads: rows of this rank, packed or padded, and the held-out ones."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from internvl_pack import PresetDataset, in_batch_collate_fn
+from internvl_pack.batch.collate import padded_collate_fn
+from internvl_pack.checkpoints import tokenizers
+from internvl_pack.config import PackingConfig
+from internvl_pack.errors import UserError
+from internvl_pack.samples import Samples
+from internvl_pack.sources import load_meta
+from internvl_pack.stream.dataset import PackedDataset
+from internvl_pack.stream.loader import packed_collator
+
+from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
+from .combinations import IN_BATCH, PRESET, STREAM
+from .ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run reads.
+
+    Attributes:
+        train, held_out: rows of this data rank; held_out in a given order, each sample once.
+        collator: rows to a batch.
+        row_budget: tokens and tiles that a row of one pack may hold.
+    """
+
+    tokenizer: Any
+    train: PackedDataset
+    held_out: PackedDataset | None
+    collator: Callable[..., dict[str, Any]]
+    row_budget: tuple[int, int]
+
+
+def make_data(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: PackTrainingArguments,
+    packing: PackingConfig,
+    ranks: Ranks,
+) -> Data:
+    """The rows of this data rank, packed or padded, and the held-out ones.
+
+    Raises:
+        UserError: the data, the tokenizer or the budgets do not fit.
+    """
+    tokenizer = load_tokenizer(model_args)
+    encode = data_args.encode_config(vision_config(model_args))
+    place = {"rank": ranks.data_rank, "world_size": ranks.data_ranks}
+    train: PackedDataset
+    if data_args.packing_mode == PRESET:
+        preset, meta = str(data_args.preset_path), data_args.meta_path or None
+        train = PresetDataset.open(preset, meta, tokenizer, packing, encode=encode, **place)
+    else:
+        train = PackedDataset.from_meta(str(data_args.meta_path), tokenizer, packing, encode=encode, **place)
+    row_budget = (packing.max_packed_tokens, packing.num_images_expected)
+    if data_args.packing_mode == IN_BATCH:  # a pack is a sample, with its share of the row
+        row_budget = (data_args.max_packed_tokens, data_args.num_images_expected)
+    return Data(
+        tokenizer=tokenizer,
+        train=train,
+        held_out=make_held_out(data_args, args, train),
+        collator=make_collator(data_args, args, train),
+        row_budget=row_budget,
+    )
+
+
+def load_tokenizer(model_args: ModelArguments) -> Any:
+    """The checkpoint's tokenizer; that of a bare language model gets the tokens for images.
+
+    Raises:
+        UserError: there is none.
+    """
+    option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
+    path = getattr(model_args, option)
+    if not os.path.isdir(path) and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        raise UserError(f"--{option} {path}: no such folder, and no hub name, which is owner/name")
+    try:
+        tokenizer = tokenizers.load_tokenizer(path)
+    except UserError as error:
+        raise UserError(f"--{option} {error}") from error
+    except (OSError, ValueError) as error:
+        if not os.path.isdir(path) and os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise UserError(f"--{option} {path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
+        raise UserError(f"--{option} {path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+    if option == "llm_path":
+        tokenizers.add_image_tokens(tokenizer)
+    return tokenizer
+
+
+def vision_config(model_args: ModelArguments) -> dict[str, Any]:
+    """The config of the checkpoint that the vision tower is taken from."""
+    option = "model_name_or_path" if model_args.model_name_or_path else "vision_path"
+    path = getattr(model_args, option)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
+    return config
+
+
+def make_held_out(
+    data_args: DataTrainingArguments, args: PackTrainingArguments, train: PackedDataset
+) -> PackedDataset | None:
+    """Held-out data as this rank reads it: unshuffled, each sample once, packed by the same budgets.
+
+    Raises:
+        UserError: evaluation is asked for without data, or the data cannot be used.
+    """
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    wanted = args.do_eval or strategy != "no"
+    if wanted and not data_args.eval_meta_path:
+        raise UserError(f"--{'do_eval' if strategy == 'no' else f'eval_strategy {strategy}'} needs --eval_meta_path")
+    if data_args.eval_meta_path and not wanted:
+        raise UserError("--eval_meta_path needs --do_eval True or --eval_strategy steps")
+    if not wanted:
+        return None
+    specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(str(data_args.eval_meta_path))]
+    config = replace(
+        train.config,
+        shuffle=False,
+        replacement=False,
+        use_data_resampling=False,
+        shuffle_buffer_size=None,
+        packing=True,
+    )
+    samples = Samples.from_specs(specs, train.encoder)
+    return PackedDataset(samples, config=config, rank=train.rank, world_size=train.world_size)
+
+
+def make_collator(
+    data_args: DataTrainingArguments, args: PackTrainingArguments, train: PackedDataset
+) -> Callable[..., dict[str, Any]]:
+    """Rows of `train` to a batch.
+
+    Raises:
+        UserError: rows would exceed their budget.
+    """
+    packs = 1 if data_args.packing_mode == IN_BATCH else args.per_device_train_batch_size
+    padding: dict[str, Any] = {
+        "pad_to": data_args.max_packed_tokens * packs if data_args.strict_mode else None,
+        "pad_seq_to_mult": data_args.pad_seq_to_mult,
+        "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
+    }
+    if data_args.packing_mode in (STREAM, PRESET):
+        return packed_collator(train, loss_reduction=data_args.loss_reduction, **padding)
+    collator = partial(
+        padded_collate_fn,
+        pad_token_id=train.encoder.pad_token_id,
+        image_size=train.encoder.config.image_size,
+        loss_reduction=data_args.loss_reduction,
+        image_token_id=train.encoder.image_context_id,
+    )
+    if data_args.packing_mode == IN_BATCH:
+        budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}
+        return partial(in_batch_collate_fn, **collator.keywords, **budget, **padding)
+    return collator

@@ -1,0 +1,141 @@
+"""The part of the Trainer that writes checkpoints and goes on from them.
+
+A checkpoint holds the weights (saving.py), the optimizer's state, and the state of the plan (`packing_state.json`),
+which is written last: its presence marks the checkpoint as complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from internvl_pack.model.packed import PackedModel
+from internvl_pack.stream.loader import PackLoader
+
+from .accounting import Ledgers
+from .arguments import PackTrainingArguments
+from .checkpoint import (
+    FP8,
+    OPTIMIZER,
+    changed_products,
+    load_packing_state,
+    make_universal,
+    mark,
+    optimizer_options,
+    overruled,
+    remove,
+    rotate,
+    writing_to,
+)
+from .metrics import StepMetrics
+from .optimizer_step import StepTrainer
+from .saving import Saving
+
+logger = logging.getLogger(__name__)
+
+HOURS_TO_CONVERT = timedelta(hours=6)
+
+
+class ResumableTrainer(StepTrainer):
+    """Saves and loads weights, the optimizer and the state of the plan; whoever derives it has the parts named here."""
+
+    args: PackTrainingArguments
+    saving: Saving
+    also_saved: dict[str, Any]
+    ledgers: Ledgers
+    metrics: StepMetrics
+
+    @property
+    def loader(self) -> PackLoader:
+        """The training loader, which knows how far the run is."""
+        loader: Any = self.get_train_dataloader()
+        return loader
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    @property
+    def packed_model(self) -> PackedModel:
+        """The model that is trained, whatever it is wrapped in."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def move_to_these_ranks(self, checkpoint: Path) -> None:
+        """Optimizer states of DeepSpeed that were saved on another number of ranks are converted, once."""
+        saved = load_packing_state(checkpoint)["world_size"]
+        if saved == self.ranks.world_size:
+            return
+        logger.warning("resume: saved on %d ranks, going on with %d", saved, self.ranks.world_size)
+        if self.ranks.is_first:
+            make_universal(checkpoint)
+        if self.ranks.world_size > 1:
+            dist.barrier(group=dist.new_group(backend="gloo", timeout=HOURS_TO_CONVERT))
+        self.accelerator.state.deepspeed_plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is None:
+            return 0, 0
+        state = load_packing_state(resume_from_checkpoint)
+        for line in (*overruled(state, self.args), *changed_products(state, self.packed_model.fp8)):
+            logger.warning("resume: %s", line)
+        self.loader.load_state_dict(state, check_options=not self.args.resume_ignore_options)
+        if "ended" in state:
+            self.ledgers.load_state_dict(state["ended"], resume_from_checkpoint)
+        self.metrics.total = dict(state.get("totals", {}))
+        return self.loader.epoch, 0
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own."""
+        self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """A checkpoint of the model inside (saving.py); the Trainer's own would keep the wrapper's names."""
+        if not self.args.should_save:
+            return
+        folder = output_dir or self.args.output_dir
+        assert folder is not None, "an option that is asked for"
+        self.saving.write(self.packed_model, folder, state_dict, self.processing_class)
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        output_dir = Path(self._get_output_dir(trial=trial))
+        folder = output_dir / f"checkpoint-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # the Trainer would remove before the mark
+        try:
+            with writing_to(folder):
+                if self.args.should_save:
+                    # What a killed run left there, perhaps on more ranks, would be read with what is written now.
+                    remove(folder)
+                self.ranks.barrier()
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:  # else nothing to go on from: it must not look complete
+                    self._mark(folder)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate(output_dir, limit, None if best is None else Path(best))
+
+    def _mark(self, folder: Path) -> None:
+        """Declare a checkpoint complete, with the state of the data; all ranks call it together."""
+        losses = self.ledgers.losses().state_dict()
+        if self.args.should_save:
+            more = {
+                "losses": losses,
+                "world_size": self.ranks.world_size,  # which the optimizer's shards are for
+                "sequence_parallel_size": self.ranks.sequence_parallel_size,
+                "ended": self.ledgers.state_dict(),
+                "totals": self.metrics.total,
+                OPTIMIZER: optimizer_options(self.args),
+                FP8: self.packed_model.fp8,
+            }
+            mark(folder, self.loader.state_dict() | more | self.also_saved)
