@@ -19,6 +19,7 @@ from helpers.model_samples import (
     relative_error,
     tiny_packed,
 )
+from helpers.tree_samples import trees
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -216,6 +217,15 @@ def test_losses_of_a_pack_are_those_of_its_samples_one_by_one(tokenizer, segment
         together = packed(**packed_batch(row)).target_losses
         alone = torch.cat([packed(**packed_batch([s])).target_losses for s in row])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_prefix_trees_are_their_answers_one_by_one(tokenizer):
+    packed = in_fp8(tokenizer).eval()
+    row = trees(tokenizer)
+    assert sum(len(s.input_ids) for s in row) % MULTIPLE
+    with torch.no_grad():
+        together, alone = (packed(**packed_batch(s)).loss for s in (row, [one for s in row for one in s.unshared()]))
+    assert together.item() == pytest.approx(alone.item(), rel=1e-3)  # a factor may fall on the next number of 8 bit
 
 
 def test_what_fills_a_row_adds_to_no_gradient(tokenizer):
