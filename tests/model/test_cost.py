@@ -49,7 +49,7 @@ def decode_operations(packed, batch) -> Counter:
     embeddings = packed.get_input_embeddings()(batch["input_ids"])
     with Operations() as operations, torch.no_grad():
         row = RowSlice.whole(batch["cu_seqlens"], batch["max_seqlen"])
-        packed._decode(embeddings, batch["position_ids"], row, None)
+        packed._decode(embeddings, batch["position_ids"], row, None, None)
     return operations.counts
 
 
