@@ -30,6 +30,9 @@ class EstimateOptions:
     compile: bool = option(False, "Layers are compiled, as by training's --compile.")
     card: str = option("H200", "Name of the GPU.")
     mfu: float = option(0.35, "Share of the GPU's peak that whole steps reach; docs/measurements.md has some.")
+    measure: bool = option(
+        False, "Measure forward and backward on the device at hand instead of --card and --mfu; takes up to a minute."
+    )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,17 +74,31 @@ def run(args: argparse.Namespace) -> int:
         checkpointed=args.grad_checkpoint,
         compiled=args.compile,
     )
-    seconds = operations / (args.gpus * peak * args.mfu)
+    rate = None
+    if args.measure:
+        from ..model.rate import measure_rate  # imports PyTorch
+
+        shuffled = np.random.default_rng(0).permutation(len(each_tokens))[: args.max_packed_tokens]
+        samples = list(zip(each_tokens[shuffled].tolist(), each_tiles[shuffled].tolist(), strict=True))
+        budget = (args.max_packed_tokens, args.num_images_expected)
+        how = {"checkpointed": args.grad_checkpoint, "compiled": args.compile}
+        rate = measure_rate(model_config(args.model), samples, budget, **how)
+    seconds = operations / (args.gpus * (rate.operations_per_second if rate else peak * args.mfu))
     if args.json:
         figures = {"parameters": sizes.parameters, "memory": asdict(found) | {"peak": found.peak}}
+        figures["measured"] = asdict(rate) if rate else None
         print(json.dumps(figures | {"packs": packs, "tokens": tokens, "tiles": tiles, "seconds": seconds}))
         return 0
     print(f"{sizes.parameters / 1e9:.2f} G parameters, all of them trained; of each of {args.gpus} GPUs, GB:")
     for name, size in asdict(found).items():
         print(f"  {name:<12}{size / 1e9:8.1f}{'  instead of activations' if name == 'step' else ''}")
     print(f"  {'peak':<12}{found.peak / 1e9:8.1f}")
-    print(
-        f"an epoch: {packs:,} packs at least, {tokens:,} tokens, {tiles:,} tiles; "
-        f"{seconds / 3600:.2f} h at {args.mfu:.0%} of {args.gpus} x {args.card}"
-    )
+    if rate:
+        print(
+            f"measured on {rate.device}: {rate.seconds:.3g} s forward and backward of a row of {rate.tokens:,} tokens "
+            f"and {rate.tiles} tiles, layers {'' if rate.compiled else 'not '}compiled; the optimizer and what GPUs "
+            "exchange come on top"
+        )
+    how_fast = f"on {args.gpus} x {rate.device}" if rate else f"at {args.mfu:.0%} of {args.gpus} x {args.card}"
+    print(f"an epoch: {packs:,} packs at least, {tokens:,} tokens, {tiles:,} tiles; {seconds / 3600:.2f} h {how_fast}")
     return 0
