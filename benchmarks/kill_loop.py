@@ -39,6 +39,9 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.soak import write_images, write_meta
 from internvl_pack.testing.tiny import WORDS, conversation_texts, save_tiny_checkpoint, tiny_tokenizer
 from train import finetune
 from train.accounting import SAMPLE_IDS, read_sample_log
@@ -274,12 +277,8 @@ def start(meta: Path, out: Path, ranks: int, workers: int, deepspeed: bool) -> R
 
 def write_data(folder: Path) -> Path:
     """A meta file over short rows of text, a third of them with one of a few images, some of several packs."""
-    from PIL import Image
-
     draw = random.Random(0)
-    for number in range(8):
-        size = draw.choice(((56, 56), (112, 56), (56, 168)))
-        Image.new("RGB", size, (30 * number, 255 - number, 90)).save(folder / f"{number}.png")
+    write_images(folder, 8, draw)
     with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
         for number in range(NUM_SAMPLES):
             record: dict[str, Any] = {"id": number, "system": "Be brief.", "conversations": []}
@@ -291,9 +290,7 @@ def write_data(folder: Path) -> Path:
                 answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
                 record["conversations"] += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             lines.write(json.dumps(record) + "\n")
-    meta = folder / "meta.json"
-    meta.write_text(json.dumps({"rows": {"root": str(folder), "annotation": "rows.jsonl"}}))
-    return meta
+    return write_meta(folder)
 
 
 def write_model(folder: Path) -> None:

@@ -54,9 +54,7 @@ def main() -> int:
 def write_data(folder: Path, num_samples: int) -> Path:
     """A meta file over rows of text, a third of them with one of 64 images."""
     draw = random.Random(0)
-    for number in range(64):
-        size = draw.choice(((56, 56), (112, 56), (56, 168)))
-        Image.new("RGB", size, (4 * number, 255 - number, 90)).save(folder / f"{number}.png")
+    write_images(folder, 64, draw)
     with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
         for number in range(num_samples):
             question = " ".join(draw.choices(WORDS, k=draw.randint(1, 30)))
@@ -67,6 +65,18 @@ def write_data(folder: Path, num_samples: int) -> Path:
             answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 60)))
             record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             lines.write(json.dumps(record) + "\n")
+    return write_meta(folder)
+
+
+def write_images(folder: Path, count: int, draw: random.Random) -> None:
+    """`0.png` and so on, each of one colour, in three shapes."""
+    for number in range(count):
+        size = draw.choice(((56, 56), (112, 56), (56, 168)))
+        Image.new("RGB", size, (240 * number // count, 255 - number, 90)).save(folder / f"{number}.png")
+
+
+def write_meta(folder: Path) -> Path:
+    """A meta file of the folder's `rows.jsonl`."""
     meta = folder / "meta.json"
     meta.write_text(json.dumps({"rows": {"root": str(folder), "annotation": "rows.jsonl"}}))
     return meta

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +13,7 @@ from internvl_pack import PresetDataset, in_batch_collate_fn
 from internvl_pack.batch.collate import padded_collate_fn
 from internvl_pack.checkpoints import tokenizers
 from internvl_pack.config import PackingConfig
-from internvl_pack.errors import UserError
+from internvl_pack.errors import UserError, naming
 from internvl_pack.samples import Samples
 from internvl_pack.sources import load_meta
 from internvl_pack.stream.dataset import PackedDataset
@@ -83,17 +81,8 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
         UserError: there is none.
     """
     option = "model_name_or_path" if model_args.model_name_or_path else "llm_path"
-    path = getattr(model_args, option)
-    if not os.path.isdir(path) and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        raise UserError(f"--{option} {path}: no such folder, and no hub name, which is owner/name")
-    try:
-        tokenizer = tokenizers.load_tokenizer(path)
-    except UserError as error:
-        raise UserError(f"--{option} {error}") from error
-    except (OSError, ValueError) as error:
-        if not os.path.isdir(path) and os.environ.get("HF_HUB_OFFLINE") == "1":
-            raise UserError(f"--{option} {path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
-        raise UserError(f"--{option} {path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+    with naming(f"--{option} "):
+        tokenizer = tokenizers.load_tokenizer(getattr(model_args, option))
     if option == "llm_path":
         tokenizers.add_image_tokens(tokenizer)
     return tokenizer

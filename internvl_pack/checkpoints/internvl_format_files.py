@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HEAD, _EMBEDDINGS = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
 # Endings of files that belong to the weights, or to a training run, and not to the model.
 _NOT_EXTRA = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".jsonl", ".log")
@@ -52,13 +54,20 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def config_of(source: str | Path | None) -> dict[str, Any]:
-    """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded."""
+    """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded.
+
+    Raises:
+        UserError: `source` is no folder and cannot be a hub name: a mistyped path.
+    """
     from transformers import PreTrainedConfig
 
+    if source is None:
+        return {}
+    if not Path(source).is_dir() and not _HUB_NAME.fullmatch(str(source)):
+        raise UserError(f"{source}: no such folder, and no hub name, which is owner/name")
     config: dict[str, Any] = {}
-    if source is not None:
-        with contextlib.suppress(OSError):
-            config, _ = PreTrainedConfig.get_config_dict(source)
+    with contextlib.suppress(OSError):
+        config, _ = PreTrainedConfig.get_config_dict(source)
     return config
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,20 @@ def load_tokenizer(path: str | Path) -> Any:
     That of an InternVLChatModel also names its image tokens as processors of the native model ask for them.
 
     Raises:
-        OSError, ValueError: as AutoTokenizer.
-        UserError: a SentencePiece model that is not rebuilt here, or sentencepiece to read it is not installed.
+        UserError: there is none, it is a SentencePiece model that is not rebuilt here, or sentencepiece to read it is
+            not installed; begins with `path`.
     """
+    try:
+        return _loaded(path)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        if not Path(path).is_dir() and os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise UserError(f"{path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
+        raise UserError(f"{path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+
+
+def _loaded(path: str | Path) -> Any:
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedConfig
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import NOT_NEEDED, PackingConfig, RowOptions
 from ..encode.sample import EncodeConfig
 from ..encode.tiles import TileOptions
-from ..errors import UserError
+from ..errors import naming
 from ..options import add_argument, add_options, make, option
 from ..sources import Source
 from ..survey.table import root_of
@@ -46,10 +46,17 @@ class StepOptions:
         return self.ranks * self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
-def add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="Processes. Default: one a CPU core, 8 at most; 0: in this process."
+@dataclass(kw_only=True)
+class WorkerOptions:
+    """Who reads the data of a command."""
+
+    workers: int | None = option(
+        None, "Processes. Default: one a CPU core, 8 at most; 0: in this process.", unit="processes", at_least=0
     )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, WorkerOptions)
 
 
 def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
@@ -58,10 +65,10 @@ def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
     Raises:
         UserError: fewer than none.
     """
-    if args.workers is None:
+    workers = make(WorkerOptions, vars(args)).workers
+    if workers is None:
         return 0 if small else min(8, os.cpu_count() or 1)
-    check_at_least(args, 0, "workers")
-    return args.workers
+    return workers
 
 
 def add_encoding(parser: argparse.ArgumentParser, tokenizer: str = "", *, required: bool = False) -> None:
@@ -98,17 +105,6 @@ def add_not_needed(parser: Any) -> None:
         add_argument(parser, name, type=int, help=argparse.SUPPRESS)
 
 
-def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Check the options that have a lower bound.
-
-    Raises:
-        UserError: one is below `least`; names it.
-    """
-    for name in names:
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is {getattr(args, name)}: give at least {least}")
-
-
 def packing_config(args: argparse.Namespace, **changes: Any) -> PackingConfig:
     """The packing options of a command.
 
@@ -141,7 +137,8 @@ def encode_config(args: argparse.Namespace) -> EncodeConfig:
     from ..checkpoints import encoding
     from ..checkpoints.internvl_format_files import chat_style, config_of
 
-    checkpoint = config_of(args.tokenizer)
+    with naming("--tokenizer "):
+        checkpoint = config_of(args.tokenizer)
     options = vars(args) | {"conv_style": chat_style(args.conv_style, checkpoint)}
     return encoding.encode_config(options, checkpoint)
 
@@ -191,10 +188,8 @@ def load_tokenizer(path: str) -> Any:
     """
     from ..checkpoints import tokenizers
 
-    try:
+    with naming("--tokenizer "):
         tokenizer = tokenizers.load_tokenizer(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--tokenizer {path} cannot be loaded: {str(error).splitlines()[0]}") from None
     tokenizers.add_image_tokens(tokenizer)
     return tokenizer
 

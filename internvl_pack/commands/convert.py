@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, naming
 
 HELP = "Convert a checkpoint between InternVL's own format and transformers' native one."
 
@@ -79,12 +79,8 @@ def _to_internvl_format(source: Path, target: Path, args: argparse.Namespace) ->
 def _tokenizer(source: Path) -> Any:
     from ..checkpoints.tokenizers import load_tokenizer
 
-    try:
+    with naming("SRC "):
         return load_tokenizer(source)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"SRC {source}: no tokenizer found there: {str(error).splitlines()[0]}") from error
 
 
 def _kind(config: dict) -> str:

@@ -12,9 +12,9 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..model.flops import peak_flops
 from ..model.memory import Sizes, memory
-from ..options import add_options, make, option
+from ..options import add_options, from_config, make, option
 from ..packing.cost import SIZES, CostModel, model_config
-from ._options import add_encoding, check_at_least, packing_config
+from ._options import add_encoding, packing_config
 from .simulate import lengths_of
 
 HELP = "Estimate memory of a GPU by part and the time of an epoch from a model's config and lengths."
@@ -28,6 +28,7 @@ class EstimateOptions:
     zero: int = option(1, "Stage of ZeRO; 0: without.", at_least=0, at_most=3)
     grad_checkpoint: bool = option(False, "Every layer computes its activations again in the backward pass.")
     compile: bool = option(False, "Layers are compiled, as by training's --compile.")
+    num_images_expected: int = from_config(PackingConfig, "num_images_expected", at_least=1)
     card: str = option("H200", "Name of the GPU.")
     mfu: float = option(0.35, "Share of the GPU's peak that whole steps reach; docs/measurements.md has some.")
     measure: bool = option(
@@ -43,14 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "standard input",
     )
     add_options(parser, EstimateOptions)
-    add_options(parser, PackingConfig, "max_packed_tokens", "num_images_expected")
+    add_options(parser, PackingConfig, "max_packed_tokens")
     add_encoding(parser, "Needed by a meta file.")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     make(EstimateOptions, vars(args))
-    check_at_least(args, 1, "num_images_expected")
     if not 0.0 < args.mfu <= 1.0:
         raise UserError(f"--mfu {args.mfu}: give a share of the card's peak, above 0 and at most 1")
     peak = peak_flops(args.card)

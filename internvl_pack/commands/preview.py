@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config import RowOptions
 from ..errors import UserError
-from ..options import add_options, make
+from ..options import add_options, make, option
 from ._options import (
     META_HELP,
     STAND_IN,
     StepOptions,
     add_run_options,
-    check_at_least,
     open_with_tokenizer,
     packing_config,
     shown_options,
@@ -47,14 +47,21 @@ SHOWN = (
 )
 
 
+@dataclass(kw_only=True)
+class PreviewOptions:
+    """Which rows are shown."""
+
+    packs: int = option(8, "Rows to show, from the epoch's first.", unit="rows", at_least=1)
+    epoch: int = option(0, "Whose order is shown.", at_least=0)
+    rank: int = option(0, "Whose rows are shown.", at_least=0)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help=META_HELP)
-    parser.add_argument("--packs", type=int, default=8, help="rows to show, from the epoch's first (default: 8)")
     parser.add_argument("--out", metavar="FILE", required=True, help="the page, one HTML file")
     parser.add_argument("--json", action="store_true", help="print what was shown as one JSON object on the last line")
     add_options(add_run_options(parser), RowOptions)
-    parser.add_argument("--epoch", type=int, default=0, metavar="N", help="Whose order is shown. Default: 0.")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="Whose rows are shown. Default: 0.")
+    add_options(parser, PreviewOptions)
     parser.add_argument("--preset_path", metavar="DIR", help="Rows of a preset that internvl-pack plan wrote.")
 
 
@@ -63,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..report.preview import collect, render
 
-    check_at_least(args, 1, "packs")
-    check_at_least(args, 0, "epoch", "rank")
+    make(PreviewOptions, vars(args))
     out = _target(args.out)
     loader, tokenizer = build(args)
     loader.set_epoch(args.epoch)

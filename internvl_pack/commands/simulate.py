@@ -18,7 +18,7 @@ from ..options import add_argument, add_options, make, option
 from ..packing.cost import CostModel
 from ..survey.survey import Survey
 from ..survey.table import root_of
-from ._options import add_encoding, check_at_least, measure_with_bar, open_samples, packing_config
+from ._options import add_encoding, measure_with_bar, open_samples, packing_config
 
 HELP = "Pack an epoch of lengths and show how full, fair and even its packs are; --suggest chooses budgets."
 SUGGEST_SAMPLES = 20_000  # that a grid of budgets is tried on
@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
     config = packing_config(args)
     make(SimulateOptions, vars(args))
     if args.workers is not None:
-        check_at_least(args, 0, "workers")
         print("--workers makes no difference: the steps are the same with any number of readers", file=sys.stderr)
     lengths, largest_image = lengths_of(args, config)
     if args.samples is not None:

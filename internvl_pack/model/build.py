@@ -244,10 +244,11 @@ def check_loadable(**paths: str | Path | None) -> None:
         paths: model_name_or_path, or vision_path and llm_path; one whose config cannot be read is passed over.
 
     Raises:
-        UserError: names the option and the kind of model.
+        UserError: names the option, and the kind of model or a folder that is not there.
     """
     for option, path in paths.items():
-        content = config_of(path)
+        with naming(f"--{option} "):
+            content = config_of(path)
         with naming(f"--{option} {path}: "):
             if option == "model_name_or_path" and is_internvl_format(content):
                 check_internvl_format(content)

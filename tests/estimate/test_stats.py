@@ -221,7 +221,7 @@ def test_the_report_is_one_page_with_four_plots_and_nothing_from_outside(tmp_pat
         (["--packing_policy", "best"], "--packing_policy 'best' is unknown"),
         (["--workers", "-1"], "--workers"),
         (["--conv_style", "nobody"], "nobody"),
-        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere cannot be loaded"),
+        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere: no such folder, and no hub name"),
         (["--oversize", "keep"], "oversize"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_preset_that_holds_its_data_trains_without_it(train, made, tmp_path):
         (("--packing_policy", "best"), "--packing_policy 'best' is unknown: use one of"),
         (("--workers", "-1"), "--workers is -1: give at least 0"),
         (("--epochs", "0"), "--epochs is 0: give at least 1 epoch"),
-        (("--tokenizer", "nowhere"), "--tokenizer nowhere cannot be loaded"),
+        (("--tokenizer", "nowhere"), "--tokenizer nowhere: no such folder, and no hub name"),
     ],
 )
 def test_mistakes_of_planning_are_told_in_one_line(options, message, made, tmp_path, capsys):
