@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_ERROR = ("skip", "stop")
+LOSS_REDUCTIONS = ("token", "sample", "square")  # batch/loss_weights.py has their formulas
 # Options of earlier releases: one plan has no lanes, and its step groups are of like cost by themselves.
 NOT_NEEDED = ("num_lanes", "balance_reservoir")
 
@@ -140,7 +141,7 @@ class RowOptions:
     loss_reduction: str = option(
         "token",
         "A supervised token of a sample with n of them weighs 1 (token), 1/n (sample) or 1/sqrt(n) (square).",
-        choices=("token", "sample", "square"),
+        choices=LOSS_REDUCTIONS,
     )
     strict_mode: bool = option(
         False, "Pad each row to the token budget by one isolated, unlabelled segment: rows of one static shape."

@@ -9,6 +9,9 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 CPU_TORCH="torch==2.13.0" # a plain install takes the CUDA build, 5 GB, also where there is no GPU
 
+# What pip installs here has no byte code but what first imports write; without it each process compiles torch anew.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '%s\n' "$*" >&2; }
 
 die() {

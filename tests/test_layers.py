@@ -119,6 +119,7 @@ def test_stages_import_from_those_below_them_only(arrows):
     assert upwards == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["internvl_pack", "train", "benchmarks", "tests"])
 def test_modules_of_ours_that_are_imported_are_there(folder):
     """Within functions too, where an import of a module that has moved shows only when the function runs."""

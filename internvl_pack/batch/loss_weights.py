@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import LOSS_REDUCTIONS
 from ..errors import UserError
 
 IGNORE_INDEX = -100
-LOSS_REDUCTIONS = ("token", "sample", "square")
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

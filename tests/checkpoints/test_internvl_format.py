@@ -72,6 +72,7 @@ def test_a_pack_of_a_loaded_checkpoint_has_the_logits_of_the_original_written_by
     assert (logits - expected).abs().max() < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 4.0}, {"type": "dynamic", "factor": 2.0}])
 def test_internlm2_rotary_scalings_are_those_of_the_native_model(scaling, tokenizer, tmp_path):
     changes = {"rope_scaling": scaling, "max_position_embeddings": 24, "rope_theta": 10000.0, "bias": True}
@@ -147,6 +148,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(tokenizer, tmp_path):
         build(folder, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_vision_tower_of_either_original_joins_a_language_model(tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -312,6 +314,7 @@ def test_convert_there_and_back_is_the_same_checkpoint(llm, tokenizer, tmp_path,
     assert "InternVLChatModel" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llm", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_a_native_checkpoint_that_never_was_an_original_becomes_one(llm, tokenizer, tmp_path):
     from internvl_pack.testing.tiny import save_tiny_checkpoint

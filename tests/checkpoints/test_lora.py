@@ -134,6 +134,7 @@ def test_the_adapters_alone_load_with_peft(made, tokenizer, tmp_path):
     assert (got - expected).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 def test_adapters_of_other_options_are_not_taken(made, tokenizer, tmp_path):
     Saving().write(build(made / "native", tokenizer, use_llm_lora=4), tmp_path, None, tokenizer)
     other = build(made / "native", tokenizer, use_llm_lora=8)

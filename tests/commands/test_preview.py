@@ -117,6 +117,7 @@ def bounds(page: Page) -> list[list[int]]:
     return [json.loads(word.split("=", 1)[1]) for word in page.words if word.startswith("cu_seqlens = ")]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_batches_of_the_demo_data(tmp_path, demo_dir, tokenizer, tokenizer_dir):
     options = {"max_packed_tokens": 4096, "num_images_expected": 24}
     argv = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -158,6 +159,7 @@ def test_the_page_shows_the_batches_of_the_demo_data(tmp_path, demo_dir, tokeniz
     assert len(html) < 2_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

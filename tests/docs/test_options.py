@@ -124,6 +124,7 @@ def messages_of_the_code() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_messages_that_are_explained_exist():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     explained = re.findall(r"^`([^`]+)`", text, re.M)

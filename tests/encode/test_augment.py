@@ -64,6 +64,7 @@ def test_epochs_differ_and_repeat(folder, tokenizer):
     assert any(not torch.equal(epochs[0][f"changed/{i}"], epochs[1][f"changed/{i}"]) for i in range(COUNT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_run_sees_the_same_pixels(folder, tokenizer, workers):
     whole = loader_of(folder, tokenizer)

@@ -106,6 +106,7 @@ def test_questions_are_encoded_as_one_string_with_their_header(encoder, tokenize
     assert encoded.input_ids[start : start + len(user)].tolist() == user
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_what_is_trained_is_exactly_the_answer(encoder, tokenizer, answer):
@@ -127,6 +128,7 @@ def test_control_tokens_typed_in_any_turn_stay_text(encoder, tokenizer, typed, r
     assert tokenizer.decode(text).count(typed * 2) == 1, "the text itself is still there"
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([*TYPED, "<", "|", "im_", "end|>", "<image", ">", "\n", " ", "é", "图"]), max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_no_mixture_of_control_text_opens_a_turn_or_an_image(encoder, tokenizer, pieces):

@@ -544,6 +544,7 @@ print((peak() - before) / 4e6)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_decoding_keeps_to_its_memory():
     """32 bytes a pixel, measured with the hungriest format on 4 million pixels in a process of its own."""

@@ -37,6 +37,7 @@ def conversation(turns, system="s"):
     return raw_sample(written, images)
 
 
+@pytest.mark.slow
 @given(TURNS, st.sampled_from(["", "s", "be brief and kind"]), st.integers(60, 90), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_parts_are_the_pieces_of_the_whole(encoder, turns, system, budget, repeat):

@@ -78,6 +78,7 @@ def test_a_frozen_vision_side_keeps_no_graph(checkpoint, tokenizer):
     assert not packed.image_features(torch.zeros(1, 3, 56, 56)).requires_grad
 
 
+@pytest.mark.slow
 def test_saved_checkpoints_are_ordinary_and_load_again(checkpoint, tokenizer, tmp_path):
     packed = tiny_packed(tokenizer, "qwen3").eval()
     batch = packed_batch(mixed_segments(tokenizer))
@@ -108,6 +109,7 @@ def test_tied_checkpoints_save_and_load(tokenizer, tmp_path):
     assert torch.equal(plain.lm_head.weight, packed.get_output_embeddings().weight)
 
 
+@pytest.mark.slow
 def test_a_vision_tower_and_a_language_model_are_joined(checkpoint, tokenizer, tmp_path):
     config = tiny_text_config("llama", vocab_size=len(tokenizer) - 5)  # as before the image tokens were added
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llm")
@@ -229,6 +231,7 @@ def test_lora_without_peft_names_the_extra(checkpoint, tokenizer, monkeypatch):
         build(checkpoint, tokenizer, use_llm_lora=4)
 
 
+@pytest.mark.slow
 def test_lora_trains_its_own_weights_and_saves_an_ordinary_checkpoint(checkpoint, tokenizer, tmp_path):
     pytest.importorskip("peft")
     packed = build(checkpoint, tokenizer, use_llm_lora=4, use_backbone_lora=2, freeze_mlp=True, grad_checkpoint=True)

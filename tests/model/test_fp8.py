@@ -59,6 +59,7 @@ def float8_layers(packed: PackedModel) -> set[str]:
 # --- which layers
 
 
+@pytest.mark.slow
 def test_the_decoder_and_nothing_else_is_taken(tokenizer):
     packed = tiny_packed(tokenizer)
     before = dict(packed.named_parameters())
@@ -292,6 +293,7 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(tokenizer):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_lora_stays_in_its_own_precision_and_is_merged_into_the_weight(tokenizer, tmp_path):
     save_tiny_checkpoint(tmp_path / "model", tokenizer)
     packed = build_model(

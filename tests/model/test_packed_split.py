@@ -30,6 +30,7 @@ def long_records(shared: Path, count: int) -> list[dict]:
     return records[:count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["token", "sample", "square"])
 def test_fragments_of_real_sections_train_as_many_tokens_as_the_whole_sample(
     reduction, shared_dir, tokenizer, tmp_path

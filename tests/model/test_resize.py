@@ -39,6 +39,7 @@ def test_a_plane_stays_a_plane_and_the_class_token_stays():
     assert torch.allclose(rows[5, inner, 1], expected[inner], atol=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [28, 112])
 def test_a_model_is_trained_on_tiles_of_another_size(size, tokenizer, tmp_path, caplog):
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", tokenizer)

@@ -50,6 +50,7 @@ def test_a_tree_equals_its_answers_one_by_one(tokenizer, name):
     assert_trees_equal_one_by_one(tiny_packed(tokenizer), trees(tokenizer, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("llm", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_trees_among_plain_samples_equal_them_one_by_one(tokenizer, llm, checkpointing):
@@ -77,6 +78,7 @@ def test_compiled_layers_take_trees_and_plain_rows(tokenizer):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_log_probabilities_have_their_gradient(tokenizer, chunk):
     packed = tiny_packed(tokenizer)

@@ -10,6 +10,7 @@ import pytest
 from internvl_pack.order.permutation import Permutation, derive_seed
 
 
+@pytest.mark.slow
 def test_permutation_is_a_bijection_for_every_size_to_2000():
     for n in range(1, 2001):
         permutation = Permutation(n, seed=n * 7 + 1)

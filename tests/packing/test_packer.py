@@ -328,6 +328,7 @@ def test_a_sample_of_a_hundred_thousand_fragments_is_cut_at_turns_in_reach():
     assert len(fragments) == 100_000 and fragments[-1].token_stop == 8191 * 100_000 + 1
 
 
+@pytest.mark.slow
 @given(record=records(), tokens=st.integers(24, 120))
 @settings(max_examples=300, deadline=None)
 def test_truncation_keeps_the_longest_prefix_that_fits(record, tokens):
@@ -358,6 +359,7 @@ def real_lengths() -> list[tuple[int, int]]:
         return [(int(row["num_tokens"]), int(row["num_tiles"])) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "tiles", "over_bound"), [(8192, 40, 1.004), (16384, 48, 1.010), (32768, 96, 1.004), (8192, 24, 1.04)]
 )

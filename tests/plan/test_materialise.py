@@ -128,6 +128,7 @@ def test_efficiency_is_real_tokens_over_capacity(text):
     assert statistics["token_fill"] == pytest.approx(statistics["tokens"] / (len(rows) * 300), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_text_preset_trains_without_its_data_as_streaming_does_with_it(text, tokenizer):
     meta, preset = text
     stream, (loader,) = stream_loader(meta, tokenizer), stored_loaders(preset, tokenizer)
@@ -178,6 +179,7 @@ def test_repeated_epochs_of_stored_data_are_those_of_data_that_is_read(images, t
         assert loader.ledger.state_dict() == reading.ledger.state_dict()
 
 
+@pytest.mark.slow
 def test_reader_processes_and_copies_of_the_dataset_read_stored_data(images, tokenizer):
     preset, expected, _, _ = images
     (loader,) = stored_loaders(preset, tokenizer, num_workers=2)
@@ -186,6 +188,7 @@ def test_reader_processes_and_copies_of_the_dataset_read_stored_data(images, tok
     assert [fingerprint(b) for b in build_loader(dataset)] == expected
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_data_and_tells_how_full_the_packs_are(text, tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     command = ["plan", str(text[0]), "--out", str(tmp_path / "preset"), "--tokenizer", str(tmp_path / "tokenizer")]
@@ -199,6 +202,7 @@ def test_the_command_writes_the_data_and_tells_how_full_the_packs_are(text, toke
     assert "--packing_policy 'none' is unknown" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_augmented_images_and_parts_of_samples_are_those_of_the_stream(tokenizer, tmp_path):
     pytest.importorskip("simplejpeg")
     meta = write_jsonl(tmp_path / "data", 30, data_augment=True)
@@ -211,6 +215,7 @@ def test_augmented_images_and_parts_of_samples_are_those_of_the_stream(tokenizer
     assert loader.ledger.counts["samples_split"] > 5
 
 
+@pytest.mark.slow
 def test_events_name_the_samples_that_left_and_their_places(images, tokenizer):
     preset, _, _, meta = images
     (loader,), stream = stored_loaders(preset, tokenizer), stream_loader(meta, tokenizer)

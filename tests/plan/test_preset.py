@@ -91,6 +91,7 @@ def test_a_preset_trains_the_very_batches_of_the_stream(data, preset, tokenizer)
     assert loader.ledger.counts["samples_split"] >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "packs_per_step"), [(CONFIG, 1), (CONFIG, 6), (CONFIG, 35), (CUT, 4)])
 def test_steps_ledgers_and_states_are_those_of_the_stream(config, packs_per_step, data, tokenizer, tmp_path):
     planned(data, tmp_path / "preset", tokenizer, config, epochs=2)

@@ -102,6 +102,7 @@ def test_steps_are_of_like_cost_and_come_in_no_order_of_cost():
     assert 0.3 < rising < 0.7
 
 
+@pytest.mark.slow
 def test_no_pack_waits_longer_than_the_pool_allows():
     plan = make_plan(sizes_of(9_000), 4)
     came: dict[int, int] = {}
@@ -143,6 +144,7 @@ def test_other_packs_a_step_go_on_from_a_state_with_the_rest_of_the_samples():
     assert all(len(step.packs) == 4 for step in steps[:-1])
 
 
+@pytest.mark.slow
 def test_a_state_at_sixty_four_packs_a_step_is_some_hundred_kilobytes():
     plan = make_plan(sizes_of(30_000), 64)
     for _ in range(3):
@@ -211,6 +213,7 @@ def test_ranks_take_packs_to_and_fro_dearest_first(costs, ranks, per_batch, expe
     assert [[[pack.cost for pack in batch] for batch in rank] for rank in dealt] == expected
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_dealing_gives_all_ranks_as_many_micro_batches_and_each_fragment_once(costs, ranks, per_batch):

@@ -207,6 +207,7 @@ def test_a_missing_package_of_a_store_is_said(tmp_path, monkeypatch):
         open_source(load_meta(write_meta(tmp_path, {"made": {"annotation": "s3://bucket/a.jsonl"}}))[0])
 
 
+@pytest.mark.slow
 def test_forked_workers_have_a_loop_of_their_own(tmp_path, made, tokenizer):
     """The parent has read the annotation file by the store's loop; the worker fetches images by the same store."""
     if multiprocessing.get_start_method() != "fork":

@@ -42,6 +42,7 @@ def new_record(rng: random.Random, own_id: str, **more) -> bytes:
     return json.dumps({"id": own_id, "conversations": turns, **more}, ensure_ascii=rng.random() < 0.5).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_untouched_line_is_delivered(tmp_path, seed):
     rng = random.Random(seed)

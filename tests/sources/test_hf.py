@@ -103,6 +103,7 @@ def test_pil_images_bytes_dicts_paths_and_datasets_give_the_same_batches(tokeniz
         assert ids_and_pixels(build_loader(dataset_of(source, tokenizer))) == want, form
 
 
+@pytest.mark.slow
 def test_workers_and_a_resume_on_other_ranks_give_the_same_packs(tokenizer):
     datasets = pytest.importorskip("datasets")
     source = DatasetSource("d", datasets.Dataset.from_list(rows(40)))
@@ -237,6 +238,7 @@ TILES = ("--force_image_size", "56", "--dynamic_image_size", "True", "--max_dyna
 BUDGETS = ("--max_packed_tokens", "256", "--num_images_expected", "8")
 
 
+@pytest.mark.slow
 def test_every_command_takes_a_registered_source(tmp_path, tokenizer, capsys):
     save(tmp_path / "saved")
     meta = written(tmp_path / "meta.json", {"d": saved("saved")})

@@ -233,6 +233,7 @@ def test_random_damage_costs_the_rows_that_it_hits(tmp_path):
     assert time.process_time() - begun < 10
 
 
+@pytest.mark.slow
 def test_the_index_is_the_same_whatever_the_size_of_the_chunks(tmp_path, monkeypatch):
     rng = random.Random(1)
     for case in range(150):

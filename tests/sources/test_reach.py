@@ -229,6 +229,7 @@ def test_a_trickle_ends(serve, monkeypatch):
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_a_transfer_that_always_begins_again_ends(serve, monkeypatch):
     monkeypatch.setenv("INTERNVL_PACK_TIMEOUT", "0.1")
 

@@ -179,6 +179,7 @@ def test_parts_are_read_with_and_without_ranges(file, server, ranges, start, sto
 FAULTS = [["drop"], ["drop", "drop"], ["503", "429", "500"], ["stall"], ["slow"], ["refuse"], ["drop", "503", "slow"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("faults", FAULTS, ids="-".join)
 def test_what_may_pass_is_tried_again(file, server, faults, ranges):
@@ -296,6 +297,7 @@ def test_data_by_address_is_the_same_data(tmp_path, folder, server, tokenizer, k
     assert server.requests.total() - before <= 4, "copies serve again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_survey_and_training_fetch_an_image_once_together(tmp_path, folder, server, tokenizer, workers):
     _, there = remote_meta(tmp_path, folder, server, "jsonl")
@@ -431,6 +433,7 @@ def test_a_page_instead_of_a_shard_is_that_shards_fault(tmp_path, folder, server
     assert "shard_not_tar" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_workers_fetch_beside_each_other(tmp_path, folder, server, tokenizer):
     here, there = remote_meta(tmp_path, folder, server, "jsonl")
     dataset = PackedDataset.from_meta(there, tokenizer, PackingConfig(), encode=TINY)

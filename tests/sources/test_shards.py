@@ -351,6 +351,7 @@ def test_a_sample_that_stands_twice_is_ambiguous(tmp_path):
     assert verdicts(source) == {"a": "a pixels", "k": "duplicate_member", "z": "z pixels"}
 
 
+@pytest.mark.slow
 def test_a_shard_whose_names_all_share_a_first_dot_is_quick(tmp_path):
     members = [member for number in range(5000) for member in pair(f"2024.01.{number}", b"x")]
     path = make(tmp_path, members)

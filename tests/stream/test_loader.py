@@ -237,6 +237,7 @@ def test_a_run_goes_on_from_its_state_on_any_ranks_and_workers(stop, jsonl, toke
         assert later[0].ledger.samples_packed == COUNT
 
 
+@pytest.mark.slow
 def test_the_state_counts_whole_steps_that_were_delivered_not_what_was_prefetched(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer, accumulation=3, num_workers=2, prefetch_factor=4)
     batches = iter(loader)
@@ -459,6 +460,7 @@ def test_a_picture_that_was_mended_is_read_by_the_next_run(tokenizer, tmp_path):
     assert again.ledger.samples_packed == 60 and not again.take_events()
 
 
+@pytest.mark.slow
 def test_a_share_of_bad_samples_above_the_limit_stops_the_run(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 60)
     for path in sorted((tmp_path / "images").glob("*.png"))[::3]:
@@ -467,6 +469,7 @@ def test_a_share_of_bad_samples_above_the_limit_stops_the_run(tokenizer, tmp_pat
         list(loader_of(meta, tokenizer, config=replace(CONFIG, max_bad_fraction=0.1), num_workers=2))
 
 
+@pytest.mark.slow
 def test_a_mistake_that_stops_the_run_reaches_the_main_process_in_one_line(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 60)
     sorted((tmp_path / "images").glob("*.png"))[0].write_bytes(b"")

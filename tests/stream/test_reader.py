@@ -242,6 +242,7 @@ def test_on_error_stop_ends_with_the_samples_name_and_place(stage, tokenizer, tm
     assert str(error.value).count("made.jsonl") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no picture", "cut"])
 def test_a_dataset_in_which_nothing_loads_stops_the_run(fault, tokenizer, tmp_path):
     """Whether headers tell it, and nothing can be planned, or pixels do, when all of it is planned."""

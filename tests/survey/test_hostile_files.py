@@ -237,6 +237,7 @@ def bad_then_good(folder: Path, num_bad: int, num_good: int) -> Path:
     return over(folder, root=".", annotation="rows.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_twelve_bad_then_good_delivers_the_good(tmp_path, tokenizer, workers):
     config = PackingConfig(shuffle=False)
@@ -249,6 +250,7 @@ def test_twelve_bad_then_good_delivers_the_good(tmp_path, tokenizer, workers):
     assert time.monotonic() - start < PROMPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_of_eighteen_bad_rows_ends_with_eighteen_rejects(shared_dir, tokenizer, tmp_path, workers):
     cases = shared_dir / "cases"
@@ -266,6 +268,7 @@ def test_a_file_of_eighteen_bad_rows_ends_with_eighteen_rejects(shared_dir, toke
     assert time.monotonic() - start < PROMPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_large_dataset_in_which_nothing_loads_stops_with_the_first_real_error(tmp_path, tokenizer, workers):
     meta = bad_then_good(tmp_path, 5000, 0)
@@ -418,6 +421,7 @@ def test_odd_members_cost_their_sample(tmp_path, tokenizer, kind):
     assert list(bad.values()) == [reason]
 
 
+@pytest.mark.slow
 def test_a_bad_sample_among_many_costs_no_other(tmp_path, tokenizer):
     meta = write_jsonl(tmp_path, 60)
     path = sorted((tmp_path / "images").iterdir())[7]

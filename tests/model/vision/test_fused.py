@@ -315,6 +315,7 @@ def test_the_kernels_get_tensors_without_gaps(tokenizer, stand_in, everywhere, m
     assert called == names
 
 
+@pytest.mark.slow
 def test_only_layers_they_stand_for_are_fused(tokenizer, stand_in):
     def layer(model):
         return vision_layers(model.vision_modules[0])[1]
