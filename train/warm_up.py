@@ -72,8 +72,8 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel) -> di
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=generator)
     pixels = None
-    if model.has_vision:
-        image_id, size = model.config.image_token_id, model.config.vision_config.image_size
+    if model.tower is not None:
+        image_id, size = model.config.image_token_id, model.tower.tile_size
         ids[ids == image_id] = (image_id + 1) % vocabulary
         ids[0, : tiles * model.tokens_per_tile] = image_id
         pixels = torch.randint(256, (tiles, 3, *size), dtype=torch.uint8, generator=generator)

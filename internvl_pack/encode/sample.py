@@ -19,13 +19,14 @@ from ..errors import SampleError, UserError, isolate_sample_errors
 from ..options import check_options, option
 from ..records import Fragment, Record, Span
 from .augment import recompress
-from .chat import Part, PlainText, TokenizerTemplate, single_token, without_answers
+from .chat import Part, PlainText, TokenizerTemplate, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
+from .families import make_family
 from .fields import refuse_fields, tools_of, trained_answers
 from .formats import make_template
 from .images import ImageRules, colour_of, decode_pixels, decode_tiles, empty_tiles, image_size_of
 from .text import MARKUP_TOKENS, TextEncoder
-from .tiles import ONE_TILE, TileGrid, max_tiles_per_image, plan_grid
+from .tiles import TileGrid
 from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ IGNORE = -100
 class EncodeConfig:
     """How samples become tokens and tiles."""
 
+    family: str = option("internvl", "How pictures become tiles and tokens, see families/.", flag="")
     conv_style: str = option(
         "internvl2_5",
         "Chat format: internvl2_5, Hermes-2, internlm2-chat, phi3-chat, internvl_zh, internvl3_5_gpt_oss, "
@@ -219,13 +221,17 @@ class Encoder:
         self._roles = COMMON_ROLES | getattr(self._template, "roles", frozenset())
         self._plain_text = PlainText(tokenizer)
         self._text = TextEncoder(tokenizer, config.markup_tokens)
-        self.image_start_id, self.image_end_id, self.image_context_id = (
-            single_token(tokenizer, token, config.conv_style) for token in ("<img>", "</img>", "<IMG_CONTEXT>")
-        )
+        self.family = make_family(config, tokenizer)
+
+    @property
+    def image_context_id(self) -> int:
+        """Of the tokens that image features replace."""
+        return self.family.image_token_id
 
     def fingerprint(self) -> dict[str, Any]:
         """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
         options = asdict(self.config) | {"markup_tokens": list(self.config.markup_tokens)}
+        options = {name: value for name, value in options.items() if name not in self.family.unused_options}
         return {("force_image_size" if k == "image_size" else k): v for k, v in options.items()} | {
             "tokenizer": self._text.digest
         }
@@ -316,21 +322,11 @@ class Encoder:
 
     def _plan_images(self, outline: Outline, start: int, stop: int) -> tuple[PlannedImage, ...]:
         """Images [start, stop) of a sample, by their headers."""
-        config = self.config
-        max_tiles = max_tiles_per_image(outline.max_dynamic_patch, len(outline.names))
         images = []
         for name in outline.names[start:stop]:
             ref = outline.raw.resolve(name)
             size = image_size_of(ref, self._rules)
-            grid = ONE_TILE
-            if config.dynamic_image_size:
-                grid = plan_grid(
-                    *size,
-                    min_tiles=config.min_dynamic_patch,
-                    max_tiles=max_tiles,
-                    image_size=config.image_size,
-                    use_thumbnail=config.use_thumbnail,
-                )
+            grid = self.family.plan(size, len(outline.names), outline.max_dynamic_patch)
             images.append(PlannedImage(ref, size, grid))
         return tuple(images)
 
@@ -361,10 +357,8 @@ class Encoder:
                     num_system_tokens = num_system_tokens or length
                     continue
                 if kind == "image":
-                    num_tiles = next(next_grid).num_tiles
-                    size = num_tiles * self.config.tokens_per_tile + 2
-                    block = np.full(size, self.image_context_id, dtype=np.int32)
-                    block[0], block[-1] = self.image_start_id, self.image_end_id
+                    grid = next(next_grid)
+                    num_tiles, block = grid.num_tiles, self.family.block(grid)
                 elif kind == "text":
                     text_stop = text_start + next(next_text)
                     block = text_ids[text_start:text_stop]

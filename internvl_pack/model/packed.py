@@ -33,8 +33,9 @@ from .attention import tree_links as make_tree_links
 from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
 from .fp8 import fill_row
-from .images import join_without_images, normalize_tiles, place_features, zero_tile
+from .images import join_without_images, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
+from .towers import make_tower
 
 
 @dataclass
@@ -101,6 +102,7 @@ class PackedModel(nn.Module):
         self._sequence_group: SequenceGroup | None = None
         self.routing: RoutingSums | None = None  # see balance_routers
         self._mask_stand_in: Tensor | None = None
+        self.tower = make_tower(model)
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
         # InternVL's own forward takes the head's logits as they are, whatever its language model would do to them.
@@ -137,7 +139,7 @@ class PackedModel(nn.Module):
 
     @property
     def has_vision(self) -> bool:
-        return hasattr(self.model.config, "vision_config")
+        return self.tower is not None
 
     @property
     def language_model(self) -> nn.Module:
@@ -154,21 +156,18 @@ class PackedModel(nn.Module):
     @property
     def vision_modules(self) -> list[nn.Module]:
         """The vision tower and the projector; empty for a text-only model."""
-        if not self.has_vision:
-            return []
-        return [self.model.get_submodule(f"model.{name}") for name in ("vision_tower", "multi_modal_projector")]
+        return [] if self.tower is None else self.tower.modules
 
     @property
     def vision_dtype(self) -> torch.dtype:
         """Of the vision tower's weights, and of what goes into it."""
-        tower: Any = self.vision_modules[0]
-        return tower.dtype
+        assert self.tower is not None, "asked of models that have one"
+        return self.tower.dtype
 
     @property
     def tokens_per_tile(self) -> int:
-        vision = self.config.vision_config
-        patches = (vision.image_size[0] // vision.patch_size[0]) * (vision.image_size[1] // vision.patch_size[1])
-        return int(patches * self.config.downsample_ratio**2)
+        assert self.tower is not None, "asked of models that have one"
+        return self.tower.tokens_per_tile
 
     # --- forward -----------------------------------------------------------------------------------
 
@@ -371,7 +370,8 @@ class PackedModel(nn.Module):
 
     def _tiles_or_zeros(self, pixel_values: Tensor | None, device: torch.device) -> Tensor:
         """The tiles on the device, or where there are none one of zeros."""
-        size: tuple[int, int] = tuple(self.config.vision_config.image_size)
+        assert self.tower is not None, "called for models that have one"
+        size = self.tower.tile_size
         if pixel_values is None or not len(pixel_values):
             return zero_tile(size, device, self.vision_dtype)
         if tuple(pixel_values.shape[-2:]) != size:
@@ -380,24 +380,12 @@ class PackedModel(nn.Module):
 
     def image_features(self, tiles: Tensor) -> Tensor:
         """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
+        assert self.tower is not None, "called for models that have one"
         trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
         chunks = tiles.split(self.vision_micro_tiles or len(tiles))
         with contextlib.nullcontext() if trained or tiles.requires_grad else torch.no_grad():
-            features = [self._tile_features(chunk) for chunk in chunks]
+            features = [self.tower.features(chunk, is_compiled=self.is_compiled) for chunk in chunks]
             return features[0] if len(features) == 1 else torch.cat(features)
-
-    def _tile_features(self, tiles: Tensor) -> Tensor:
-        num_tiles = len(tiles)
-        tiles = normalize_tiles(tiles, self.vision_dtype)
-        if self.is_compiled and num_tiles == 1:
-            tiles = torch.cat([tiles, torch.zeros_like(tiles)])  # a batch of one is compiled apart
-        model: Any = self.model  # an InternVL, since it has vision
-        return model.get_image_features(
-            pixel_values=tiles,
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-            return_dict=True,
-        ).pooler_output[:num_tiles]
 
     def _decode(
         self,

@@ -88,11 +88,11 @@ def _segment(core: PackedModel, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     vocabulary = core.config.get_text_config().vocab_size
     text = torch.randint(vocabulary, (2 * TOKENS_OF_TEXT,), generator=generator)
-    if not core.has_vision:
+    if core.tower is None:
         return {"ids": text}
     image_id = core.config.image_token_id
     text[text == image_id] = (image_id + 1) % vocabulary
-    size = core.config.vision_config.image_size
+    size = core.tower.tile_size
     image = torch.full((core.tokens_per_tile,), image_id)
     return {
         "ids": torch.cat([text[:TOKENS_OF_TEXT], image, text[TOKENS_OF_TEXT:]]),

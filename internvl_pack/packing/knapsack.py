@@ -1,9 +1,9 @@
 """Exact subset sums in two dimensions, on Python's big integers.
 
-One integer holds every reachable pair (tokens, tiles): bit `row * width + tiles`, where a row is `step` tokens (lengths
-are rounded to the nearest row, true lengths are checked afterwards). Adding an item is one shift, one mask and one
-or. `width` leaves room beside the tile limit for one item's tiles, so that what exceeds the limit falls into bits
-that the mask clears instead of into the next row.
+One integer holds every reachable pair (tokens, tiles): bit `row * width + column`, where a row is `step` tokens and a
+column `tile_step` tiles, 1 up to COLUMNS of them (sizes are rounded to the nearest row and column, true sizes are
+checked afterwards). Adding an item is one shift, one mask and one or. `width` leaves room beside the tile limit for one
+item's tiles, so that what exceeds the limit falls into bits that the mask clears instead of into the next row.
 
              tiles 0 1 2 3 | room        items: (2 rows, 1 tile), (1 row, 2 tiles)
     row 3            . . . x | . .
@@ -18,13 +18,15 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 ROWS = 256  # resolution of the token axis
+COLUMNS = 256  # of tiles up to which each is a column of its own; the price grows with columns
+COARSE_COLUMNS = 64  # resolution of the tile axis beyond that: 512 give as many packs at five times the price
 
 
 @lru_cache(maxsize=1024)
-def _masks(width: int, num_rows: int, max_tiles: int) -> tuple[int, int]:
-    """(bits of column 0, bits of all columns up to `max_tiles`) in every row."""
+def _masks(width: int, num_rows: int, last_column: int) -> tuple[int, int]:
+    """(bits of column 0, bits of all columns up to `last_column`) in every row."""
     first_column = ((1 << (width * num_rows)) - 1) // ((1 << width) - 1)
-    return first_column, first_column * ((1 << (max_tiles + 1)) - 1)
+    return first_column, first_column * ((1 << (last_column + 1)) - 1)
 
 
 class SubsetSums:
@@ -36,25 +38,27 @@ class SubsetSums:
     def __init__(self, items: Sequence[tuple[int, int]], max_tokens: int, max_tiles: int) -> None:
         """`items` are (tokens, tiles), each within the limits; earlier ones are preferred in the subsets."""
         self.step = step = -(-max_tokens // ROWS) or 1
-        self.max_tiles = max_tiles
-        self.width = width = max_tiles + 1 + max(tiles for _, tiles in items)
+        self.tile_step = tile_step = 1 if max_tiles <= COLUMNS else -(-max_tiles // COARSE_COLUMNS)
+        self._last_column = last_column = max_tiles // tile_step
+        half_tiles = tile_step // 2
+        self.width = width = last_column + 1 + (max(tiles for _, tiles in items) + half_tiles) // tile_step
         self.num_rows = num_rows = max_tokens // step + 1
-        self._row = (1 << (max_tiles + 1)) - 1
-        self._first_column, mask = _masks(width, num_rows, max_tiles)
+        self._row = (1 << (last_column + 1)) - 1
+        self._first_column, mask = _masks(width, num_rows, last_column)
         half = step // 2
         reached = 1
         self._reached = [reached]
         self._shifts = []
         for tokens, tiles in items:
-            shift = (tokens + half) // step * width + tiles
+            shift = (tokens + half) // step * width + (tiles + half_tiles) // tile_step
             reached |= (reached << shift) & mask
             self._shifts.append(shift)
             self._reached.append(reached)
         self._all = reached
 
-    def subset(self, row: int, tiles: int) -> list[int]:
+    def subset(self, row: int, column: int) -> list[int]:
         """Places of the items of one subset that reaches this state, latest first."""
-        bit = row * self.width + tiles
+        bit = row * self.width + column
         reached, shifts = self._reached, self._shifts
         chosen = []
         last = len(shifts)  # the state is reached with the first `last` items
@@ -82,18 +86,19 @@ class SubsetSums:
         return chosen
 
     def full_rows(self, slack: int, tiles: float) -> Iterator[tuple[int, int]]:
-        """Reachable states (row, tiles): those of the fullest row and `slack` below, nearest to `tiles` first;
+        """Reachable states (row, column): those of the fullest row and `slack` below, nearest to `tiles` first;
         then one of each lower row."""
+        tiles /= self.tile_step
         top = (self._all.bit_length() - 1) // self.width
         fullest = []
         for row in range(top, max(-1, top - slack - 1), -1):
             bits = self._all >> (row * self.width) & self._row
             if bits:
                 fullest.append((row, bits))
-        below = max(-1, min(self.max_tiles, int(tiles) if tiles >= 0 else -1))
+        below = max(-1, min(self._last_column, int(tiles) if tiles >= 0 else -1))
         above = below + 1
-        while below >= 0 or above <= self.max_tiles:
-            if above > self.max_tiles or (below >= 0 and tiles - below <= above - tiles):
+        while below >= 0 or above <= self._last_column:
+            if above > self._last_column or (below >= 0 and tiles - below <= above - tiles):
                 column, below = below, below - 1
             else:
                 column, above = above, above + 1
@@ -106,24 +111,24 @@ class SubsetSums:
                 yield row, bits.bit_length() - 1
 
     def lower_rows(self, top: int, rows: int, most_tiles: int) -> Iterator[tuple[int, int]]:
-        """Of row `top` and `rows` below the reachable state (row, tiles) of the most tiles up to `most_tiles`."""
-        mask = (1 << (min(most_tiles, self.max_tiles) + 1)) - 1
+        """Of row `top` and `rows` below the reachable state (row, column) of the most tiles up to `most_tiles`."""
+        mask = (1 << (min(most_tiles // self.tile_step, self._last_column) + 1)) - 1
         for row in range(top, max(-1, top - rows - 1), -1):
             bits = self._all >> (row * self.width) & mask
             if bits:
                 yield row, bits.bit_length() - 1
 
     def full_columns(self, tokens: float, most: int) -> Iterator[tuple[int, int]]:
-        """Reachable states (row, tiles): of the most tiles first, in each column up to `most` nearest to `tokens`."""
+        """Reachable states (row, column): of the most tiles first, in each column up to `most` nearest to `tokens`."""
         wanted = min(self.num_rows - 1, max(0, int(tokens / self.step)))
         split = (wanted + 1) * self.width
         below = (1 << split) - 1
-        for tiles in range(self.max_tiles, -1, -1):
-            column = self._all & (self._first_column << tiles)
-            if not column:
+        for column in range(self._last_column, -1, -1):
+            reached = self._all & (self._first_column << column)
+            if not reached:
                 continue
             rows: list[int] = []
-            low, high = column & below, column >> split
+            low, high = reached & below, reached >> split
             while low and len(rows) < most:
                 bit = low.bit_length() - 1
                 rows.append(bit // self.width)
@@ -136,4 +141,4 @@ class SubsetSums:
                 high ^= lowest
             rows.sort(key=lambda row: abs(row - wanted))
             for row in rows[:most]:
-                yield row, tiles
+                yield row, column

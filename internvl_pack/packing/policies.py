@@ -87,15 +87,18 @@ class _Pack:
             and (limit is None or self.attention + tokens * tokens <= limit)
         )
 
-    def tokens_that_fit(self, places: list[int]) -> int | None:
-        """Tokens of these records together, or None where they exceed what is left; their tiles are not looked at."""
+    def sizes_that_fit(self, places: list[int]) -> tuple[int, int] | None:
+        """Tokens and tiles of these records together, or None where they exceed what is left."""
         tokens, limit = self.waiting.tokens, self.budget.max_attention_cost
         added = sum(map(tokens.__getitem__, places))
-        if self.tokens + added > self.budget.max_tokens:  # the search knows lengths by the row of its grid
+        if self.tokens + added > self.budget.max_tokens:  # the search knows sizes by the row and column of its grid
+            return None
+        tiles = sum(map(self.waiting.tiles.__getitem__, places))
+        if self.tiles + tiles > self.budget.max_tiles:
             return None
         if limit is not None and self.attention + sum(tokens[p] ** 2 for p in places) > limit:
             return None
-        return added
+        return added, tiles
 
     def put(self, place: int) -> None:
         tokens = self.waiting.tokens[place]
@@ -264,12 +267,12 @@ def _nearest(
         if tries >= 4 * TRIES or (found and (row < top - slack if goal.tokens_bind else column < top)):
             break
         subset = [candidates[place] for place in sums.subset(row, column)]
-        added = pack.tokens_that_fit(subset)
+        added = pack.sizes_that_fit(subset)
         if added is None:
             continue
         if goal.target is None:
             return subset, 0.0, 0
-        above = _secondary(pack, balance, goal, subset, added, column) - goal.target
+        above = _secondary(pack, balance, goal, subset, *added) - goal.target
         if nearest is None or abs(above) < nearest:
             best, nearest, over = subset, abs(above), above
         found += 1
@@ -302,10 +305,10 @@ def _less_full(
     best = None
     for row, column in sums.lower_rows(top, int(MAX_GAP * pack.budget.max_tokens) // sums.step, most_tiles):
         subset = [candidates[place] for place in sums.subset(row, column)]
-        added = pack.tokens_that_fit(subset)
+        added = pack.sizes_that_fit(subset)
         if added is None:
             continue
-        secondary = _secondary(pack, balance, goal, subset, added, column)
+        secondary = _secondary(pack, balance, goal, subset, *added)
         if secondary < least:
             best, least = subset, secondary
             if secondary <= goal.target + goal.above:

@@ -88,7 +88,7 @@ def test_a_system_turn_replaces_the_default_one(encoder, tokenizer):
 
 def test_an_image_is_its_block_of_context_tokens(encoder, tokenizer):
     encoded = encoder.encode(raw_sample([("human", "<image>\nWhat?"), ("gpt", "x")], {"a": jpeg(900, 300)}), SPEC)
-    block = [encoder.image_start_id, *[encoder.image_context_id] * (4 * 256), encoder.image_end_id]
+    block = [encoder.family.start_id, *[encoder.image_context_id] * (4 * 256), encoder.family.end_id]
     user = [*ids(tokenizer, "<|im_start|>user\n"), *block, *ids(tokenizer, "\nWhat?<|im_end|>\n")]
     start = encoded.record.num_system_tokens
     assert encoded.input_ids[start : start + len(user)].tolist() == user

@@ -60,7 +60,7 @@ def test_spans_cover_the_sample_and_mark_its_image_blocks(encoder, turns, with_s
         start, end = end, end + span.num_tokens
         if span.num_tiles:
             context = [encoder.image_context_id] * (span.num_tiles * 4)
-            assert ids[start:end].tolist() == [encoder.image_start_id, *context, encoder.image_end_id]
+            assert ids[start:end].tolist() == [encoder.family.start_id, *context, encoder.family.end_id]
             assert (labels[start:end] == -100).all(), "image blocks are never trained"
             assert next(grids).grid.num_tiles == span.num_tiles
         else:

@@ -372,6 +372,20 @@ def test_packs_on_real_lengths_are_near_the_bound(real_lengths, tokens, tiles, o
     assert bounds.best() <= len(packs) <= over_bound * bounds.best()
 
 
+@pytest.mark.parametrize(("tokens", "tiles"), [(16384, 16384), (16384, 8192)])
+def test_thousands_of_small_tiles_a_pack_are_searched_in_steps(real_lengths, tokens, tiles):
+    """A tile of one token each, as of native resolution: in either budget near the bound, and within both."""
+    budget, bounds = Budget(tokens, tiles), LowerBounds(Budget(tokens, tiles))
+    sizes = [(max(t, 256 * v + 20), max(0, 256 * v - i % 37)) for i, (t, v) in enumerate(real_lengths[:3000])]
+    stream = [Item((i, 0), t, v) for i, (t, v) in enumerate(sizes) if budget.fits(t, v)]
+    for item in stream:
+        bounds.add(item.num_tokens, item.num_tiles)
+    packs = pack_all(stream, budget)
+    assert sorted(k for pack in keys(packs) for k in pack) == [item.key[0] for item in stream]
+    assert all(sum(i.num_tokens for i in pack) <= tokens and sum(i.num_tiles for i in pack) <= tiles for pack in packs)
+    assert bounds.best() <= len(packs) <= 1.03 * bounds.best()
+
+
 def test_subset_sums_give_the_nearest_of_the_fullest_rows_first():
     """Against every subset."""
     rng = random.Random(5)

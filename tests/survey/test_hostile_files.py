@@ -134,7 +134,7 @@ def test_long_text_is_cut_outside_its_images_and_all_of_it_is_trained(shared_dir
     loader, tiles = build_loader(dataset), 0
     for batch in loader:
         ids = batch["input_ids"][0]
-        starts, ends = (ids == dataset.encoder.image_start_id), (ids == dataset.encoder.image_end_id)
+        starts, ends = (ids == dataset.encoder.family.start_id), (ids == dataset.encoder.family.end_id)
         assert int(starts.sum()) == int(ends.sum()) == len(batch["image_offsets"]) - 1
         assert batch["num_image_tokens"] == batch["num_tiles"] * TINY.tokens_per_tile
         tiles += batch["num_tiles"]

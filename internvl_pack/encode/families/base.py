@@ -1,0 +1,85 @@
+"""What a family's half for readers is, and the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from ...plugins import add_to
+from ..chat import single_token
+from ..tiles import TileGrid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..sample import EncodeConfig
+
+
+class PictureFamily(Protocol):
+    """From a picture's size alone to its tiles, and from these to its tokens.
+
+    Every family cuts a picture into square tiles of `EncodeConfig.image_size` pixels, the rows of `pixel_values`, of
+    which each becomes `EncodeConfig.tokens_per_tile` tokens. Picklable.
+
+    Attributes:
+        image_token_id: of the tokens that the features of tiles replace.
+        unused_options: fields of EncodeConfig that mean nothing to it, and stand in no fingerprint.
+    """
+
+    image_token_id: int
+    unused_options: frozenset[str]
+
+    def plan(self, size: tuple[int, int], num_images: int, max_dynamic_patch: int) -> TileGrid:
+        """The grid of a picture.
+
+        Args:
+            size: upright (width, height) in pixels.
+            num_images: of its sample.
+            max_dynamic_patch: of its data set.
+
+        Raises:
+            SampleError: the family takes no picture of this size.
+        """
+        ...
+
+    def block(self, grid: TileGrid) -> np.ndarray:
+        """int32 ids of a picture in the text: its tokens, with what the family writes around and between them."""
+        ...
+
+
+class Bordered:
+    """Pictures whose block is one token, those of all tiles, and another one.
+
+    Args:
+        start, context, end: the tokens.
+    """
+
+    def __init__(
+        self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase, start: str, context: str, end: str
+    ) -> None:
+        self.start_id, self.image_token_id, self.end_id = (
+            single_token(tokenizer, token, config.conv_style) for token in (start, context, end)
+        )
+        self._tokens_per_tile = config.tokens_per_tile
+
+    def block(self, grid: TileGrid) -> np.ndarray:
+        block = np.full(grid.num_tiles * self._tokens_per_tile + 2, self.image_token_id, dtype=np.int32)
+        block[0], block[-1] = self.start_id, self.end_id
+        return block
+
+
+# Factories by model_type.
+FAMILIES: dict[str, Callable[..., PictureFamily]] = {}
+
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
+
+
+def register_family(model_type: str) -> Callable[[_Factory], _Factory]:
+    """Register a factory `(EncodeConfig, tokenizer) -> PictureFamily` under a checkpoint's `model_type`.
+
+    Raises:
+        UserError: another one has the name.
+    """
+    return lambda factory: add_to(FAMILIES, "family", model_type, factory)
