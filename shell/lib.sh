@@ -7,7 +7,8 @@
 #   PYTHON                 interpreter that makes it (default: python3)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-CPU_TORCH="torch==2.13.0" # a plain install takes the CUDA build, 5 GB, also where there is no GPU
+# Without a GPU. On PyPI torch is the CUDA build of 5 GB, also where there is no GPU, and torchvision is made for it.
+CPU_TORCH="torch==2.13.0+cpu" TORCHVISION="0.28.0" CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 # What pip installs here has no byte code but what first imports write; without it each process compiles torch anew.
 unset PYTHONDONTWRITEBYTECODE
@@ -57,8 +58,9 @@ ensure_python() {
     fi
     rm -f "$venv/.installed"
     # Byte code is made by the first import of what is used: of all that is installed it takes half a minute.
-    if ! "$PY" -m pip install -q --no-compile --disable-pip-version-check ${torch:+"$torch"} -e "${ROOT}[dev]" \
-      >"$venv/install.log" 2>&1; then
+    local pip=("$PY" -m pip install -q --no-compile --disable-pip-version-check)
+    if ! { { [ -z "$torch" ] || "${pip[@]}" "$torch" || "${pip[@]}" --index-url "$CPU_INDEX" "$torch"; } &&
+      "${pip[@]}" ${torch:+"$torch"} -e "${ROOT}[dev]"; } >"$venv/install.log" 2>&1; then
       grep -v 'is ignored' "$venv/install.log" | tail -n 25 >&2
       die "the installation failed; all of pip's output is in $venv/install.log"
     fi
