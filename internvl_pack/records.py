@@ -55,6 +55,7 @@ class Record:
 
     `spans` cover its tokens in order (their sums are `num_tokens` and `num_tiles`); empty means
     one run of text without tiles. The first `num_system_tokens` tokens are the system turn.
+    Of a tree the last tokens are its `branches`, before them its prefix with all tiles; a pair is not cut between them.
     """
 
     sample_id: str
@@ -63,13 +64,21 @@ class Record:
     num_loss_tokens: int = 0
     spans: tuple[Span, ...] = ()
     num_system_tokens: int = 0
+    branches: tuple[Branch, ...] = ()
+    is_pair: bool = False
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Of a tree, tokens before its branches."""
+        return self.num_tokens - sum(branch.num_tokens for branch in self.branches)
 
 
 class Fragment(NamedTuple):
     """Part `index` of `count` of a sample: tokens [token_start, token_stop), tiles [tile_start, tile_stop).
 
     `position` is the sample's place in the epoch's order; (position, index) identifies the fragment within an epoch.
-    `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context.
+    `num_prefix_tokens` counts the system turn's tokens repeated before it as unsupervised context; of a tree, whose
+    parts hold some of its branches each, the tokens of its prefix, whose tiles each part has, too.
     `num_context_tokens` is 1 where the cut falls inside a run of text: the token before the cut is
     repeated, unsupervised, so that the first token's target has something to be predicted from.
 

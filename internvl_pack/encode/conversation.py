@@ -13,7 +13,7 @@ from types import MappingProxyType
 from ..errors import SampleError
 from ..sources.normalise import IMAGES, TURNS
 from .chat import Turn
-from .fields import is_preference, misspelt, system_of
+from .fields import misspelt, system_of
 from .notations import bind_other_notations
 
 PLACEHOLDER = "<image>"
@@ -48,16 +48,10 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
     The record's own `system` comes first where no turn is one.
 
     Raises:
-        SampleError: `no_conversation`, `preference_data`, `too_many_turns`, `turn_not_object`, `unknown_role`,
+        SampleError: `no_conversation`, `too_many_turns`, `turn_not_object`, `unknown_role`,
             `turn_value_not_text`, `turn_ambiguous`, `system_turn_not_first`, `system_field`, `pretrain_turn_not_alone`.
     """
     conversation = data.get("conversations")
-    if is_preference(data):
-        raise SampleError(
-            "preference_data",
-            "fields 'chosen' and 'rejected' are for preference optimisation (MPO, DPO), which is not done here: "
-            "write the chosen answer into 'conversations' to train on it",
-        )
     if not isinstance(conversation, list) or not conversation:
         raise SampleError(
             "no_conversation",

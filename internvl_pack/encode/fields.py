@@ -40,15 +40,15 @@ REFUSED_IN_RECORD = {
     "audio": "audio",
     "audios": "audio",
     "videos": "several videos",
-    "chosen": "a preferred answer",
-    "rejected": "a rejected answer",
+    "chosen": "a preferred answer without a rejected one",
+    "rejected": "a rejected answer without a preferred one",
     "loss_mask": "flags of turns beside them",
 }
 
 TURN_FIELDS = frozenset(("from", "value", "role", "content", *TRAINING_FLAGS, *REFUSED_IN_TURN))
 RECORD_FIELDS = frozenset((
     "id", "conversations", "image", "width", "height", "width_list", "height_list", "video", "clip",
-    "tools", *SYSTEM_FIELDS, *REFUSED_IN_RECORD,
+    "tools", *SYSTEM_FIELDS, *REFUSED_IN_RECORD, "answers", "prompt", "question", "rejected_response",
 ))  # fmt: skip
 
 _ROLE_AND_TEXT = frozenset(("from", "value", "role", "content"))
@@ -72,8 +72,7 @@ def refuse_fields(data: Mapping[str, Any]) -> None:
     Raises:
         SampleError: `unsupported_field`, one of them is filled.
     """
-    if not is_preference(data):  # which turns_of names
-        _refuse(data, REFUSED_IN_RECORD, "the record")
+    _refuse(data, REFUSED_IN_RECORD, "the record")
     for number, turn in _turns(data):
         if not turn.keys() <= _ROLE_AND_TEXT:
             _refuse(turn, REFUSED_IN_TURN, f"turn {number}")

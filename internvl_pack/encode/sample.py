@@ -8,8 +8,8 @@ An outline costs little. Of a sample that was cut into many rows, only the spans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..options import check_options, option
-from ..records import Fragment, Record, Span
+from ..records import Branch, Fragment, Record, Span
 from .augment import recompress
 from .chat import Part, PlainText, TokenizerTemplate, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
@@ -27,6 +27,7 @@ from .formats import make_template
 from .images import ImageRules, colour_of, decode_pixels, decode_tiles, empty_tiles, image_size_of
 from .text import MARKUP_TOKENS, TextEncoder
 from .tiles import TileGrid
+from .trees import OBJECTIVES, Answer, answers_of
 from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class EncodeConfig:
         "chat_template (the tokenizer's own) or one of yours.",
         from_checkpoint=True,
         page="encoding.md#tokens-and-labels",
+    )
+    objective: str = option(
+        "sft",
+        "What records hold: sft (conversations, groups of answers), dpo or mpo (pairs of a chosen and a rejected answer).",
+        choices=OBJECTIVES,
+        flag="",  # of loops of one's own: the trainer here has no loss for pairs
     )
     image_size: int = option(
         448,
@@ -137,6 +144,11 @@ class Encoded:
     data_augment: bool = False
     first_tile: int = 0
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Of a tree, what its last tokens are; empty for an ordinary sample."""
+        return self.record.branches
+
 
 class SpanParts(NamedTuple):
     """What a `Span` is made of: an image, or text and fixed tokens; of ends of turns that of the system turn."""
@@ -154,6 +166,7 @@ class Outline:
     """A sample before its texts are tokenized and its images' headers are read.
 
     names: of its images, frames: of its video; one for each span that is an image.
+    answers: of a tree, each answer with the outline of the conversation that it is alone; the rest is then the first's.
     """
 
     raw: RawSample
@@ -162,10 +175,13 @@ class Outline:
     frames: tuple[PlannedFrame, ...]
     max_dynamic_patch: int
     data_augment: bool
+    answers: tuple[tuple[Outline, Answer], ...] = ()
 
     @property
     def num_characters(self) -> int:
         """Characters of its texts."""
+        if self.answers:
+            return sum(outline.num_characters for outline, _ in self.answers)
         return sum(len(str(part.value)) for span in self.spans for part in span.parts if part.kind == "text")
 
     @property
@@ -232,6 +248,8 @@ class Encoder:
         """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
         options = asdict(self.config) | {"markup_tokens": list(self.config.markup_tokens)}
         options = {name: value for name, value in options.items() if name not in self.family.unused_options}
+        if self.config.objective == "sft":
+            del options["objective"]  # as before there were others
         return {("force_image_size" if k == "image_size" else k): v for k, v in options.items()} | {
             "tokenizer": self._text.digest
         }
@@ -261,7 +279,7 @@ class Encoder:
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         outline = self.outline(raw, spec)
-        return self._assemble(outline, 0, len(outline.spans))
+        return self._assemble_tree(outline) if outline.answers else self._assemble(outline, 0, len(outline.spans))
 
     def encode_part(self, outline: Outline, fragment: Fragment) -> Encoded:
         """A part of a sample that was cut, from the spans that it lies in; what comes twice is not trained again.
@@ -272,6 +290,8 @@ class Encoder:
             SampleError: what a sample's encoding raises, and `changed_since_survey` where the spans are not those that
                 were measured.
         """
+        if outline.answers:
+            return self._part_of_tree(self._assemble_tree(outline), fragment)
         part = self._assemble(outline, fragment.span_start, fragment.span_stop)
         found = (part.record.num_tokens, part.record.num_tiles)
         begin = fragment.span_offset - fragment.num_context_tokens
@@ -297,21 +317,29 @@ class Encoder:
         Raises:
             SampleError: it cannot be encoded.
         """
-        refuse_fields(raw.data)
-        turns = turns_of(raw.data, self._roles)
-        flags = trained_answers(raw.data, turns)
-        names = image_names_of(raw.data)
-        video = video_of(raw.data)
+        answers = answers_of(raw.data, self.config.objective)
+        if answers is None:
+            return self._outline(raw, raw.data, spec)
+        outlines = [self._outline(raw, answer.data, spec) for answer in answers]
+        return replace(outlines[0], answers=tuple(zip(outlines, answers, strict=True)))
+
+    def _outline(self, raw: RawSample, data: Mapping[str, Any], spec: DatasetSpec) -> Outline:
+        """The outline of a record with the fields `data`."""
+        refuse_fields(data)
+        turns = turns_of(data, self._roles)
+        flags = trained_answers(data, turns)
+        names = image_names_of(data)
+        video = video_of(data)
         frames: tuple[PlannedFrame, ...] = ()
         if video is not None:
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
         template = self._plain_text if turns[0][0] == "pretrain" else self._template
-        bound = bind_images(turns, len(frames) or len(names), raw.data)
+        bound = bind_images(turns, len(frames) or len(names), data)
         if isinstance(template, TokenizerTemplate):
-            parts = template.layout(bound, tools_of(raw.data, written=True))
+            parts = template.layout(bound, tools_of(data, written=True))
         else:
-            tools_of(raw.data, written=False)
+            tools_of(data, written=False)
             parts = template.layout(bound)
         if flags is not None:
             parts = without_answers(parts, flags)
@@ -336,12 +364,62 @@ class Encoder:
         count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
         return tuple(PlannedFrame(ref, part, number, count) for number in range(count))
 
-    def _assemble(self, outline: Outline, start: int, stop: int) -> Encoded:
-        """Encode spans [start, stop) of a sample and lay them out in one row."""
+    def _assemble_tree(self, outline: Outline) -> Encoded:
+        """The prefix that the answers have in common, and a branch for each: the ids that it has alone, from there on.
+
+        Raises:
+            SampleError: `answers`, an image is not before all of them.
+        """
+        alone: list[Encoded] = []
+        for each, _ in outline.answers:
+            alone.append(self._assemble(each, 0, len(each.spans), alone[0].images if alone else ()))
+        first = alone[0]
+        shared = min(int(np.flatnonzero(one.labels != IGNORE)[0]) for one in alone)
+        for one in alone[1:]:
+            different = np.flatnonzero(one.input_ids[:shared] != first.input_ids[:shared])
+            shared = int(different[0]) if len(different) else shared
+        begin = shared - 1  # what the prefix ends before is the first token of each branch
+        is_image = first.input_ids == self.image_context_id
+        if begin < 1 or is_image[begin:].any() or any(one.images != first.images for one in alone):
+            raise SampleError("answers", "the answers do not begin with the same prompt and images")
+        branches = tuple(
+            Branch(len(one.input_ids) - begin, one.record.num_loss_tokens, answer.weight, answer.reward)
+            for one, (_, answer) in zip(alone, outline.answers, strict=True)
+        )
+        input_ids = np.concatenate([first.input_ids[:begin], *(one.input_ids[begin:] for one in alone)])
+        labels = np.concatenate([first.labels[:begin], *(one.labels[begin:] for one in alone)])
+        record = Record(
+            outline.raw.sample_id,
+            len(input_ids),
+            first.record.num_tiles,
+            sum(branch.num_loss_tokens for branch in branches),
+            (Span(begin, first.record.num_tiles), *(Span(b.num_tokens, ends_turn=True) for b in branches)),
+            branches=branches,
+            is_pair=self.config.objective != "sft",
+        )
+        return Encoded(record, input_ids, labels, first.images, outline.data_augment)
+
+    @staticmethod
+    def _part_of_tree(tree: Encoded, fragment: Fragment) -> Encoded:
+        """The prefix, and the branches that lie in [token_start, token_stop) of the tree."""
+        prefix = tree.record.num_prefix_tokens
+        ends = np.cumsum([prefix, *(branch.num_tokens for branch in tree.branches)]).tolist()
+        begin = max(fragment.token_start, prefix)
+        if begin not in ends or fragment.token_stop not in ends or fragment.num_tiles != tree.record.num_tiles:
+            raise SampleError("changed_since_survey", "its answers have other lengths now than when they were surveyed")
+        chosen = tree.branches[ends.index(begin) : ends.index(fragment.token_stop)]
+        ids, labels = (
+            np.concatenate([a[:prefix], a[begin : fragment.token_stop]]) for a in (tree.input_ids, tree.labels)
+        )
+        record = replace(tree.record, num_tokens=len(ids), branches=chosen, spans=())
+        return replace(tree, record=record, input_ids=ids, labels=labels)
+
+    def _assemble(self, outline: Outline, start: int, stop: int, planned: tuple[Any, ...] = ()) -> Encoded:
+        """Encode spans [start, stop) of a sample and lay them out in one row; `planned` are its images, if known."""
         chosen = outline.spans[start:stop]
         first = sum(span.is_image for span in outline.spans[:start])
         last = first + sum(span.is_image for span in chosen)
-        images = outline.frames[first:last] or self._plan_images(outline, first, last)
+        images = planned or outline.frames[first:last] or self._plan_images(outline, first, last)
         text_ids, counts = self._text.encode(
             [str(part.value) for span in chosen for part in span.parts if part.kind == "text"]
         )

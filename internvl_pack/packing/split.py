@@ -51,6 +51,8 @@ def split(
             (`num_prefix_tokens`, counted in the budget). Not done for a sample whose system turn holds an
             image, takes over half of the budget, or leaves no room for one of its images.
 
+    A tree is cut between its branches, whatever `oversize` cuts, each part after the whole prefix; a pair never.
+
     Raises:
         SampleError: `sample_empty`, `oversized_dropped`, `oversized_error` (the caller turns this one
             into the end of the run), or `image_exceeds_budget`: one image alone is too large to be kept.
@@ -66,6 +68,8 @@ def split(
     room = budget.max_segment_tokens
     if max_segment_tokens is not None:
         room = min(room, max_segment_tokens)
+    if record.branches:
+        return _tree_fragments(record, position, budget, max_segment_tokens, oversize)
     if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
         return [whole(position, record.num_tokens, record.num_tiles)]
     size = (
@@ -126,6 +130,49 @@ def _can_repeat(record: Record, layout: _Layout, room: int) -> bool:
     system = record.num_system_tokens
     # One token more than the largest image, for the context of a cut inside text.
     return 0 < system <= room // 2 and layout.tiles_before(system) == 0 and layout.largest_image_tokens < room - system
+
+
+def _tree_fragments(
+    record: Record, position: int, budget: Budget, max_segment_tokens: int | None, oversize: str
+) -> list[Fragment]:
+    """A tree in as few parts as possible: each the prefix and as many of the next branches as fit."""
+    prefix, room = record.num_prefix_tokens, budget.max_segment_tokens
+    lengths = [branch.num_tokens for branch in record.branches]
+    longest = prefix + max(lengths)
+    size = f"sample {record.sample_id} has {record.num_tokens} tokens and {record.num_tiles} tiles"
+    if longest > min(room, max_segment_tokens or room) or record.num_tiles > budget.max_tiles:
+        size = f"sample {record.sample_id} has an answer of {longest} tokens with its prompt, {record.num_tiles} tiles"
+    elif record.num_tokens <= room:
+        return [whole(position, record.num_tokens, record.num_tiles)]
+    elif oversize in ("split", "truncate") and not record.is_pair:
+        ends, at, used = [0], prefix, prefix
+        for length in lengths:
+            if used + length > room:
+                ends.append(at)
+                used = prefix
+            at += length
+            used += length
+        ends.append(at)
+        return [
+            Fragment(
+                position,
+                index,
+                len(ends) - 1,
+                start,
+                stop,
+                0,
+                record.num_tiles,
+                num_prefix_tokens=prefix if index else 0,
+                num_loss_tokens=record.num_loss_tokens,
+            )
+            for index, (start, stop) in enumerate(pairwise(ends))
+        ]
+    limits = f"a pack holds {room} and {budget.max_tiles}"
+    if max_segment_tokens is not None:
+        limits += f", max_seq_length is {max_segment_tokens}"
+    if oversize == "error":
+        raise SampleError("oversized_error", f"{size}, {limits}: raise the budget, or set oversize to drop")
+    raise SampleError("oversized_dropped", f"{size}, {limits}" + (": a pair is not cut" if record.is_pair else ""))
 
 
 class _Layout:

@@ -356,12 +356,13 @@ def packed_collator(
     pad_to: int | None = None,
     pad_seq_to_mult: int = 1,
     pad_cu_seqlens_to: int | None = None,
+    branch_keys: bool = False,
 ) -> Callable[..., dict[str, Any]]:
-    """`packed_collate_fn` for the rows of a dataset: with its pad token, image token and tile size.
+    """`packed_collate_fn` for the rows of a dataset: with its pad token, image token, tile size and objective.
 
     Args:
         loss_reduction: `token`, `sample` or `square`; see batch/loss_weights.py.
-        pad_to, pad_seq_to_mult, pad_cu_seqlens_to: see `packed_collate_fn`.
+        pad_to, pad_seq_to_mult, pad_cu_seqlens_to, branch_keys: see `packed_collate_fn`.
 
     Raises:
         UserError: an unknown loss_reduction, or rows that would exceed the budget.
@@ -382,6 +383,8 @@ def packed_collator(
         pad_seq_to_mult=pad_seq_to_mult,
         pad_cu_seqlens_to=pad_cu_seqlens_to,
         image_token_id=dataset.encoder.image_context_id,
+        pairs=dataset.encoder.config.objective != "sft",
+        branch_keys=branch_keys,
     )
 
 

@@ -275,7 +275,9 @@ def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Seg
         num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
     per_image = tuple(image.grid.num_tiles for image in images_of(encoded, fragment))
     place = (fragment.index, fragment.count)
-    return Segment(encoded.record.sample_id, place, ids, labels, tiles, per_image, num_loss_tokens)
+    return Segment(
+        encoded.record.sample_id, place, ids, labels, tiles, per_image, num_loss_tokens, encoded.record.branches
+    )
 
 
 def images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage | PlannedFrame]:

@@ -35,7 +35,7 @@ import numpy as np
 
 from ..errors import SampleError, UserError
 from ..order.permutation import mix64
-from ..records import Record, Span
+from ..records import Branch, Record, Span
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +52,23 @@ T = TypeVar("T")
 
 
 class Note(NamedTuple):
-    """What is noted of a row: of one that may be cut what a `Record` has, of a refused one its `error`."""
+    """What is noted of a row: of one that may be cut what a `Record` has, of a refused one its `error`.
+
+    branches: of a tree, (tokens, supervised tokens) of each; what else there is of them does not matter to a plan.
+    """
 
     spans: tuple[Span, ...] = ()
     num_system_tokens: int = 0
     num_loss_tokens: int = 0
     error: tuple[str, str, str | None] | None = None  # reason, detail, source
+    branches: tuple[tuple[int, int], ...] = ()
+    is_pair: bool = False
 
     def to_json(self) -> str:
         spans = [[s.num_tokens, s.num_tiles, int(s.ends_turn)] for s in self.spans]
-        values = [spans, self.num_system_tokens, self.num_loss_tokens, self.error]
+        values: list[Any] = [spans, self.num_system_tokens, self.num_loss_tokens, self.error]
+        if self.branches:
+            values += [self.branches, int(self.is_pair)]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -71,16 +78,20 @@ class Note(NamedTuple):
         Raises:
             ValueError, TypeError, OverflowError, RecursionError: it holds none.
         """
-        spans, num_system_tokens, num_loss_tokens, error = json.loads(text)
+        spans, num_system_tokens, num_loss_tokens, error, *tree = json.loads(text)
         if error is not None:
             reason, detail, source = error
             error = (str(reason), str(detail), None if source is None else str(source))
         spans = tuple(Span(int(t), int(v), bool(e)) for t, v, e in spans)
-        return cls(spans, int(num_system_tokens), int(num_loss_tokens), error)
+        branches, is_pair = tree or ((), 0)
+        found = tuple((int(n), int(trained)) for n, trained in branches)
+        return cls(spans, int(num_system_tokens), int(num_loss_tokens), error, found, bool(is_pair))
 
     def record(self, sample_id: str, num_tokens: int, num_tiles: int) -> Record:
         """What planning knows of a row that may be cut."""
-        return Record(sample_id, num_tokens, num_tiles, self.num_loss_tokens, self.spans, self.num_system_tokens)
+        branches = tuple(Branch(*each) for each in self.branches)
+        rest = (self.num_loss_tokens, self.spans, self.num_system_tokens, branches, self.is_pair)
+        return Record(sample_id, num_tokens, num_tiles, *rest)
 
 
 class Measured(NamedTuple):
@@ -93,7 +104,11 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
-        note = Note(record.spans, record.num_system_tokens, record.num_loss_tokens) if cuttable else None
+        note = None
+        if cuttable:
+            branches = tuple((branch.num_tokens, branch.num_loss_tokens) for branch in record.branches)
+            system, trained = record.num_system_tokens, record.num_loss_tokens
+            note = Note(record.spans, system, trained, None, branches, record.is_pair)
         return cls(record.num_tokens, record.num_tiles, CUTTABLE if cuttable else PLAIN, note)
 
     @classmethod
@@ -109,7 +124,9 @@ class Measured(NamedTuple):
         spans = self.note.spans
         return self.verdict == REFUSED or (
             self.num_tokens >= self.note.num_system_tokens >= 0
-            and self.num_tokens >= self.note.num_loss_tokens >= 0
+            and (self.note.branches or self.num_tokens >= self.note.num_loss_tokens >= 0)
+            and all(n > 0 <= trained for n, trained in self.note.branches)
+            and (not self.note.branches or sum(n for n, _ in self.note.branches) < self.num_tokens)
             and all(s.num_tokens >= 0 <= s.num_tiles for s in spans)
             and sum(s.num_tokens for s in spans) == self.num_tokens
             and sum(s.num_tiles for s in spans) == self.num_tiles

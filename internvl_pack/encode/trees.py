@@ -1,0 +1,159 @@
+"""Records of several answers to one prompt: pairs of a preferred and a rejected one, and groups.
+
+    {"image": "a.jpg", "question": "What is it?", "chosen": "A crane.", "rejected": "A dog."}
+    {"conversations": [... , {"from": "human", "value": "What is it?"}], "answers": ["A crane.", ...]}
+
+Each answer is written out as the conversation that it would be alone: what a tree is made of (sample.py). docs/data.md
+has the table of forms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import SampleError
+from ..sources.normalise import normalised
+from .fields import TRAINING_FLAGS, is_filled, is_preference
+
+OBJECTIVES = ("sft", "dpo", "mpo")
+MAX_ANSWERS = 4096
+
+# What a record may hold instead of a conversation.
+PROMPTS = ("prompt", "question")
+ANSWER_FIELDS = ("chosen", "rejected", "rejected_response", "answers")
+
+_ASSISTANT = ("gpt", "assistant")
+
+
+class Answer(NamedTuple):
+    """One of several answers.
+
+    data: the record with this answer alone, its conversation in `conversations`; of its turns only those of the answer
+        are trained. weight, reward: as `records.Branch` has them.
+    """
+
+    data: dict[str, Any]
+    weight: float = 1.0
+    reward: float | None = None
+
+
+def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
+    """The answers of a record, chosen before rejected; None where it has one only.
+
+    Raises:
+        SampleError: `preference_data`, a record that is not for this objective; `answers`, a form that is none of those
+            in docs/data.md.
+    """
+    is_pair = is_preference(data) or is_filled(data.get("rejected_response"))
+    if is_pair and objective == "sft":
+        raise SampleError(
+            "preference_data",
+            "it has a preferred and a rejected answer, which are for MPO and DPO: write the preferred one into "
+            "'conversations', or train on pairs in a loop of your own (docs/library.md)",
+        )
+    if objective != "sft" and not is_pair:
+        raise SampleError(
+            "no_preference_data",
+            f"objective {objective!r} is of pairs, the record has no 'chosen' and 'rejected'",
+        )
+    if is_pair:
+        return _pair(data)
+    if not is_filled(data.get("answers")):
+        return None
+    return _group(data)
+
+
+def _pair(data: Mapping[str, Any]) -> list[Answer]:
+    if is_filled(data.get("rejected_response")):  # beside a conversation that ends with the chosen one
+        turns = _turns(data.get("conversations"), "conversations")
+        if not turns or _role(turns[-1]) not in _ASSISTANT:
+            raise _bad("'rejected_response' stands beside a conversation whose last turn is the preferred answer")
+        prompt, chosen = turns[:-1], turns[-1:]
+        rejected = _completion(data["rejected_response"], "rejected_response")
+    else:
+        prompt = _prompt(data)
+        chosen, rejected = (_completion(data[name], name) for name in ("chosen", "rejected"))
+        if not prompt:  # both are whole conversations: what they share is the prompt
+            shared = 0
+            while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+                shared += 1
+            while shared and _role(chosen[shared - 1]) in _ASSISTANT:
+                shared -= 1  # an answer that both begin with is an answer
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    return [_answer(data, prompt, completion) for completion in (chosen, rejected)]
+
+
+def _group(data: Mapping[str, Any]) -> list[Answer]:
+    prompt, given = _prompt(data), data["answers"]
+    if not isinstance(given, list) or len(given) > MAX_ANSWERS:
+        raise _bad(f"'answers' is no list of at most {MAX_ANSWERS} answers")
+    found = []
+    for number, each in enumerate(given, 1):
+        if isinstance(each, str):
+            each = {"text": each}
+        if not isinstance(each, dict) or not isinstance(each.get("text"), str):
+            raise _bad(f"answer {number} is neither a text nor an object with 'text'")
+        if unknown := each.keys() - {"text", "weight", "reward"}:
+            raise _bad(f"answer {number} has {min(map(str, unknown))!r}; known are text, weight and reward")
+        weight, reward = (_number(each.get(name), name, number) for name in ("weight", "reward"))
+        answer = _answer(data, prompt, _completion(each["text"], f"answer {number}"))
+        found.append(answer._replace(weight=1.0 if weight is None else weight, reward=reward))
+    return found
+
+
+def _number(value: Any, name: str, number: int) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _bad(f"{name!r} of answer {number} is {str(value)[:40]!r}, not a number")
+    if name == "weight" and value < 0:
+        raise _bad(f"'weight' of answer {number} is {value}, below 0")
+    return float(value)
+
+
+def _prompt(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns before the answers; none where the answers hold them."""
+    given = [name for name in ("conversations", *PROMPTS) if is_filled(data.get(name))]
+    if len(given) > 1:
+        raise _bad(f"{' and '.join(map(repr, given))} are both a prompt: keep one of them")
+    if not given:
+        return []
+    value = data[given[0]]
+    turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, given[0])
+    if not turns or _role(turns[-1]) in _ASSISTANT:
+        raise _bad(f"{given[0]!r} ends with an answer, where 'chosen', 'rejected' or 'answers' go on")
+    return turns
+
+
+def _completion(value: Any, name: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return _turns([value] if isinstance(value, dict) else value, name)
+
+
+def _turns(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise _bad(f"{name!r} is neither a text nor a list of turns")
+    return value
+
+
+def _role(turn: Mapping[str, Any]) -> Any:
+    return turn.get("role") or turn.get("from")
+
+
+def _answer(data: Mapping[str, Any], prompt: Sequence[dict], completion: Sequence[dict]) -> Answer:
+    if not prompt or not completion:
+        raise _bad("the answers begin with no common prompt, or one of them is empty")
+    asked = [_untrained(turn) if _role(turn) in _ASSISTANT else turn for turn in prompt]
+    rest = {name: value for name, value in data.items() if name not in (*PROMPTS, *ANSWER_FIELDS)}
+    return Answer(normalised(rest | {"conversations": [*asked, *completion]}))
+
+
+def _untrained(turn: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in turn.items() if name not in TRAINING_FLAGS} | {"loss": False}
+
+
+def _bad(detail: str) -> SampleError:
+    return SampleError("answers", detail)

@@ -1,0 +1,211 @@
+"""Records of several answers: every form, and that each branch has the ids of its answer alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from helpers.encode_samples import SPEC, jpeg, raw_sample
+
+from internvl_pack.encode import EncodeConfig, Encoder
+from internvl_pack.errors import SampleError
+from internvl_pack.packing.budget import Budget
+from internvl_pack.packing.split import split
+from internvl_pack.records import Branch, Record
+
+ASKED = "<image>\nWhat is it?"
+CHOSEN, REJECTED = "A crane over water.", "A dog."
+USER, GOOD, BAD = (
+    {"role": "user", "content": ASKED},
+    {"role": "assistant", "content": CHOSEN},
+    {"role": "assistant", "content": REJECTED},
+)
+PARTS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+FORMS = {
+    "MMPR": {"question": ASKED, "chosen": CHOSEN, "rejected": REJECTED},
+    "TRL, texts": {"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED},
+    "TRL, turns": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "TRL, implicit prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "TRL, parts": {"prompt": [PARTS], "chosen": [GOOD], "rejected": [BAD]},
+    "LLaMA-Factory": {"conversations": [{"from": "human", "value": ASKED}], "chosen": {"from": "gpt", "value": CHOSEN}}
+    | {"rejected": {"from": "gpt", "value": REJECTED}},
+    "messages": {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+    "ms-swift": {"messages": [USER, GOOD], "rejected_response": REJECTED},
+    "nulls of a joined table": {"question": ASKED, "chosen": CHOSEN, "rejected": REJECTED, "prompt": None}
+    | {"answers": [], "conversations": None},
+}
+
+
+def encoder(tokenizer, objective="dpo", conv_style="internvl2_5"):
+    return Encoder(tokenizer, EncodeConfig(conv_style=conv_style, tokens_per_tile=4, objective=objective))
+
+
+def sample(fields, images=("a.jpg",)):
+    return raw_sample(
+        fields.get("conversations"),
+        {name: jpeg() for name in images},
+        **{name: value for name, value in fields.items() if name != "conversations"},
+    )
+
+
+def assert_branches_are_the_answers(tree, alone):
+    prefix = tree.record.num_prefix_tokens
+    at = prefix
+    assert len(tree.branches) == len(alone)
+    for branch, one in zip(tree.branches, alone, strict=True):
+        part = slice(at, at + branch.num_tokens)
+        for mine, theirs in ((tree.input_ids, one.input_ids), (tree.labels, one.labels)):
+            np.testing.assert_array_equal(np.concatenate([mine[:prefix], mine[part]]), theirs)
+        assert tree.labels[at] == -100 and branch.num_loss_tokens == one.record.num_loss_tokens
+        at += branch.num_tokens
+    assert at == tree.record.num_tokens == len(tree.input_ids)
+    assert sum(span.num_tokens for span in tree.record.spans) == at
+    assert tree.images == alone[0].images and tree.record.num_tiles == alone[0].record.num_tiles
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_in_every_form(tokenizer, form):
+    tree = encoder(tokenizer).encode(sample(FORMS[form]), SPEC)
+    plain = encoder(tokenizer, "sft")
+    turns = [[("human", ASKED), ("gpt", answer)] for answer in (CHOSEN, REJECTED)]
+    assert_branches_are_the_answers(tree, [plain.encode(raw_sample(t, {"a.jpg": jpeg()}), SPEC) for t in turns])
+    assert tree.record.is_pair and tree.record.num_tiles == 1
+    assert tree.record.num_prefix_tokens > tree.record.num_tokens // 2
+
+
+@pytest.mark.parametrize("conv_style", ["internvl2_5", "Hermes-2", "chat_template"])
+def test_answers_that_begin_alike_share_what_is_before_them(tokenizer, conv_style):
+    if conv_style == "chat_template":
+        tokenizer = _with_template(tokenizer)
+    answers = ["A crane over water.", "A crane over land, I think.", "  A", "\nNo."]
+    turns = [("human", "Hello."), ("gpt", "Hi!"), ("human", "What is it?")]
+    tree = encoder(tokenizer, "sft", conv_style).encode(raw_sample(turns, answers=answers, system="Be brief."), SPEC)
+    alone = []
+    for answer in answers:
+        record = raw_sample([*turns, ("gpt", answer)], system="Be brief.")
+        record.data["conversations"][1]["loss"] = False  # of the prompt nothing is trained
+        alone.append(encoder(tokenizer, "sft", conv_style).encode(record, SPEC))
+    assert_branches_are_the_answers(tree, alone)
+    assert not tree.record.is_pair and tree.record.num_tiles == 0
+
+
+def _with_template(tokenizer):
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return other
+
+
+def test_a_group_has_weights_and_rewards(tokenizer):
+    answers = ["Yes.", {"text": "No.", "weight": 0.5}, {"text": "Perhaps.", "reward": -1}]
+    tree = encoder(tokenizer, "sft").encode(raw_sample([("human", "Is it?")], answers=answers), SPEC)
+    assert [(b.weight, b.reward) for b in tree.branches] == [(1.0, None), (0.5, None), (1.0, -1.0)]
+
+
+def test_several_answers_of_a_conversation_are_one(tokenizer):
+    """What both begin with is the prompt, but for an answer that both begin with."""
+    again = {"role": "user", "content": "Sure?"}
+    record = {"chosen": [USER, GOOD, again, GOOD], "rejected": [USER, GOOD, again, BAD]}
+    tree = encoder(tokenizer).encode(sample(record), SPEC)
+    trained = [b.num_loss_tokens for b in tree.branches]
+    one = encoder(tokenizer).encode(sample(FORMS["MMPR"]), SPEC)
+    assert trained == [b.num_loss_tokens for b in one.branches]
+    same = encoder(tokenizer).encode(sample({"chosen": [USER, GOOD], "rejected": [USER, GOOD, again, BAD]}), SPEC)
+    assert same.branches[1].num_loss_tokens > trained[0]
+
+
+BAD_RECORDS = {
+    "preference_data": ("sft", FORMS["MMPR"], "for MPO and DPO"),
+    "preference_data, swift": ("sft", FORMS["ms-swift"], "for MPO and DPO"),
+    "no_preference_data": ("mpo", {"conversations": [{"from": "human", "value": ASKED}]},  "objective 'mpo' is of pairs"),
+    "unsupported_field": ("sft", {"conversations": [USER, GOOD], "chosen": CHOSEN}, "without a rejected one"),
+    "answers, two prompts": ("dpo", FORMS["MMPR"] | {"prompt": ASKED}, "'prompt' and 'question' are both a prompt"),
+    "answers, no prompt": ("dpo", {"chosen": CHOSEN, "rejected": REJECTED}, "no common prompt"),
+    "answers, other prompts": ("dpo", {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "No?"}, BAD]},
+                               "no common prompt"),
+    "answers, ended": ("dpo", {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "ends with an answer"),
+    "answers, form": ("dpo", {"question": ASKED, "chosen": 3, "rejected": REJECTED}, "'chosen' is neither a text nor"),
+    "answers, swift": ("dpo", {"messages": [USER], "rejected_response": REJECTED}, "last turn is the preferred answer"),
+    "answers, group": ("sft", {"messages": [USER], "answers": [CHOSEN, 3]}, "answer 2 is neither a text nor"),
+    "answers, unknown": ("sft", {"messages": [USER], "answers": [{"text": "a", "score": 1}]}, "answer 1 has 'score'"),
+    "answers, weight": ("sft", {"messages": [USER], "answers": [{"text": "a", "weight": -1}]}, "'weight' of answer 1"),
+    "answers, reward": ("sft", {"messages": [USER], "answers": [{"text": "a", "reward": "x"}]}, "'reward' of answer 1"),
+    "answers, no list": ("sft", {"messages": [USER], "answers": "a"}, "'answers' is no list"),
+    "no_trained_token": ("dpo", FORMS["MMPR"] | {"rejected": " "}, "no answer with text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_other_records_are_refused_by_name(tokenizer, name):
+    objective, fields, message = BAD_RECORDS[name]
+    with pytest.raises(SampleError, match=message) as caught:
+        encoder(tokenizer, objective).encode(sample(fields), SPEC)
+    assert caught.value.reason == name.split(",")[0] and "\n" not in str(caught.value)
+
+
+def test_the_objective_is_part_of_the_fingerprint_where_it_is_not_sft(tokenizer):
+    assert "objective" not in encoder(tokenizer, "sft").fingerprint()
+    assert json.loads(json.dumps(encoder(tokenizer, "mpo").fingerprint()))["objective"] == "mpo"
+
+
+# --- cutting ----------------------------------------------------------------------------------------
+
+
+def tree_record(prefix, *branches, tiles=2, is_pair=False):
+    found = tuple(Branch(n, n - 1) for n in branches)
+    return Record("t", prefix + sum(branches), tiles, sum(branches), branches=found, is_pair=is_pair)
+
+
+def test_a_tree_is_cut_between_its_branches():
+    record = tree_record(10, 5, 6, 3, 9, 2)
+    budget = Budget(22, 4)
+    parts = split(record, 7, budget)
+    assert [(f.token_start, f.token_stop, f.num_prefix_tokens) for f in parts] == [
+        (0, 21, 0),
+        (21, 33, 10),
+        (33, 35, 10),
+    ]
+    assert [f.num_tokens for f in parts] == [21, 22, 12] and {f.num_tiles for f in parts} == {2}
+    assert [(f.position, f.index, f.count) for f in parts] == [(7, n, 3) for n in range(3)]
+    assert [(f.index, f.count) for f in split(record, 7, Budget(35, 2))] == [(0, 1)]
+
+
+def test_what_cannot_be_cut_is_refused():
+    for change, budget, message in (
+        ({}, Budget(14, 4), "an answer of 16 tokens with its prompt"),
+        ({"tiles": 5}, Budget(99, 4), "5 tiles, a pack holds 99 and 4"),
+        ({"is_pair": True}, Budget(20, 4), "a pair is not cut"),
+    ):
+        with pytest.raises(SampleError, match=message) as caught:
+            split(tree_record(10, 5, 6, **change), 0, budget)
+        assert caught.value.reason == "oversized_dropped"
+    with pytest.raises(SampleError, match="max_seq_length is 12"):
+        split(tree_record(10, 5, 6), 0, Budget(99, 4), max_segment_tokens=12)
+    with pytest.raises(SampleError) as caught:
+        split(tree_record(10, 5, 6), 0, Budget(20, 4), oversize="error")
+    assert caught.value.reason == "oversized_error"
+
+
+def test_parts_of_a_tree_are_its_prefix_and_some_branches(tokenizer):
+    answers = [f"Answer {number} of several." for number in range(5)]
+    one, raw = encoder(tokenizer, "sft"), raw_sample([("human", ASKED)], {"a.jpg": jpeg()}, answers=answers)
+    outline = one.outline(raw, SPEC)
+    tree = one.encode(raw, SPEC)
+    room = tree.record.num_prefix_tokens + 2 * max(b.num_tokens for b in tree.branches)
+    fragments = split(tree.record, 0, Budget(room, 1))
+    parts = [one.encode_part(outline, fragment) for fragment in fragments]
+    assert [len(part.branches) for part in parts] == [2, 2, 1]
+    prefix = tree.record.num_prefix_tokens
+    for part, fragment in zip(parts, fragments, strict=True):
+        assert len(part.input_ids) == fragment.num_tokens and part.images == tree.images
+        np.testing.assert_array_equal(part.input_ids[:prefix], tree.input_ids[:prefix])
+    rest = np.concatenate([part.input_ids[prefix:] for part in parts])
+    np.testing.assert_array_equal(rest, tree.input_ids[prefix:])
+    with pytest.raises(SampleError, match="other lengths now") as caught:
+        one.encode_part(outline, fragments[1]._replace(token_start=fragments[1].token_start + 1))
+    assert caught.value.reason == "changed_since_survey"

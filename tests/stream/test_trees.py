@@ -1,0 +1,115 @@
+"""Pairs and groups from the file to the batch: each answer once, whatever the topology and the cuts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from helpers.factory import TINY, write_jsonl
+
+from internvl_pack import PackedDataset, PackingConfig, build_loader
+from internvl_pack.batch.collate import PREFIX_ID
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """Every third row a group of up to nine answers, some of them over the budget together."""
+    meta = write_jsonl(tmp_path_factory.mktemp("groups"), COUNT)
+    for spec in json.loads(meta.read_text()).values():
+        path = meta.parent / spec["annotation"]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for number, row in enumerate(rows):
+            if number % 3 == 0:
+                *prompt, last = row["conversations"]
+                row["conversations"] = prompt
+                row["answers"] = [f"{last['value']} {n}" for n in range(1 + number % 9)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return meta
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    meta = write_jsonl(tmp_path_factory.mktemp("pairs"), COUNT)
+    for spec in json.loads(meta.read_text()).values():
+        path = meta.parent / spec["annotation"]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            *prompt, last = row["conversations"]
+            row |= {"conversations": prompt, "chosen": last, "rejected": {"from": "gpt", "value": "No."}}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return meta
+
+
+def epoch(meta, tokenizer, ranks, num_workers=0, objective="sft", tokens=400, state=None, stop=None):
+    """Of each rank the batches of an epoch, and the state after `stop` steps."""
+    config = PackingConfig(max_packed_tokens=tokens, num_images_expected=16, max_buffer_size=8, seed=3)
+    encode = replace(TINY, objective=objective)
+    found, states = [], []
+    for rank in range(ranks):
+        dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=encode, rank=rank, world_size=ranks)
+        loader = build_loader(dataset, num_workers=num_workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            if stop is not None and len(batches) == stop:
+                break
+        found.append(batches)
+        states.append(loader.state_dict())
+    return found, states[0]
+
+
+def answers_in(batches) -> Counter:
+    """(sample, ids) of each branch with its prefix and of each plain sample."""
+    seen: Counter = Counter()
+    for batch in batches:
+        bounds, ids = batch["cu_seqlens"].tolist(), batch["input_ids"][0].tolist()
+        prefix_of = batch["prefix_of"].tolist() if "prefix_of" in batch else [-1] * len(batch["sample_ids"])
+        for number, name in enumerate(batch["sample_ids"]):
+            if name.startswith("<"):
+                continue
+            at = prefix_of[number]
+            before = ids[bounds[at] : bounds[at + 1]] if at >= 0 else []
+            seen[name, tuple(before + ids[bounds[number] : bounds[number + 1]])] += 1
+    return seen
+
+
+def test_every_answer_is_in_one_batch_whole(tokenizer, groups):
+    (batches,), _ = epoch(groups, tokenizer, 1, tokens=2000)
+    whole = answers_in(batches)
+    expected = sum(1 + n % 9 if n % 3 == 0 else 1 for n in range(COUNT))
+    assert len(whole) == whole.total() == expected
+    assert any("prefix_of" in batch for batch in batches)
+
+
+@pytest.mark.parametrize("ranks, num_workers", [(1, 0), (2, 0), (3, 2)])
+def test_cut_trees_give_each_answer_once_on_every_topology(tokenizer, groups, ranks, num_workers):
+    (uncut,), _ = epoch(groups, tokenizer, 1, tokens=2000)
+    of_groups = {key for key in answers_in(uncut) if int(key[0].rsplit("/", 1)[1]) % 3 == 0}
+    room = max(len(ids) for _, ids in of_groups) + 4  # for the longest answer with its prompt
+    per_rank, _ = epoch(groups, tokenizer, ranks, num_workers, tokens=room)
+    together = [batch for batches in per_rank for batch in batches]
+    seen = answers_in(together)
+    assert of_groups <= seen.keys()  # plain samples may be cut inside, answers never
+    assert all(seen[key] == 1 for key in of_groups)
+    cut = [f for batch in together if "prefix_of" in batch for f in batch["fragments"] if f[1] > 1]
+    assert cut and max(batch["num_tokens"] for batch in together) <= room
+
+
+def test_an_epoch_of_pairs_goes_on_with_other_ranks(tokenizer, pairs):
+    (whole,), _ = epoch(pairs, tokenizer, 1, objective="mpo")
+    assert all(batch["pairs"].shape[1] == 2 for batch in whole)
+    assert sum(len(batch["pairs"]) for batch in whole) == COUNT
+    first, state = epoch(pairs, tokenizer, 2, objective="mpo", stop=3)
+    rest, _ = epoch(pairs, tokenizer, 3, objective="mpo", state=state)
+    seen = answers_in(batch for part in (first, rest) for batches in part for batch in batches)
+    assert seen == answers_in(whole) and set(seen.values()) == {1}
+    for batch in whole:
+        for chosen, rejected in batch["pairs"].tolist():
+            assert batch["sample_ids"][chosen - 1] == PREFIX_ID and rejected == chosen + 1
+            assert batch["sample_ids"][chosen] == batch["sample_ids"][rejected]
