@@ -52,7 +52,7 @@ class EncodeConfig:
     )
     objective: str = option(
         "sft",
-        "What records hold: sft (conversations, groups of answers), dpo or mpo (pairs of a chosen and a rejected answer).",
+        "What records hold: sft (conversations, groups of answers), dpo or mpo (pairs of answers).",
         choices=OBJECTIVES,
         flag="",  # of loops of one's own: the trainer here has no loss for pairs
     )

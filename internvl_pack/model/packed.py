@@ -202,9 +202,9 @@ class PackedModel(nn.Module):
                 the collator otherwise.
             cu_seqlens_padded: like cu_seqlens, where segments carry pads of their own (pad_seq_to_mult): where they lie
                 in the row. Attention is causal, so no token sees the pads after it.
-            prefix_of: int32 (S,) on the host, where the row has prefix trees: of each segment the number of the one
-                that is its prefix, -1 for none. A branch follows its prefix, and its positions go on at the prefix's
-                end (batch/collate.py).
+            prefix_of: int32 (S,), where the row has prefix trees: of each segment the number of the one that is its
+                prefix, -1 for none. On the host, as cu_seqlens then: a CUDA tensor is waited for. A branch follows its
+                prefix, and its positions go on at the prefix's end (batch/collate.py).
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
             loss_normalizer: what the weighted sum is divided by, None for this row's own sum of weights.
@@ -229,7 +229,7 @@ class PackedModel(nn.Module):
             self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask, prefix_of)
             if prefix_of is not None:
                 self._check_trees(cu_seqlens_padded)
-                tree_links = make_tree_links(cu_seqlens, prefix_of, input_ids.device)
+                tree_links = make_tree_links(cu_seqlens.cpu(), prefix_of.cpu(), input_ids.device)
         on_device = None if cu_seqlens is None else cu_seqlens.to(input_ids.device, non_blocking=True)
         part = RowSlice.whole(on_device, max_seqlen)
         if self.sequence_group is not None:
@@ -301,10 +301,8 @@ class PackedModel(nn.Module):
             check_cu_seqlens_form(cu_seqlens, max_seqlen)
         starts, longest = torch.zeros_like(cu_seqlens[:-1]), max_seqlen
         if prefix_of is not None:
-            if cu_seqlens.device.type != "cpu" or prefix_of.device.type != "cpu":
-                raise ValueError("a row with prefix trees needs cu_seqlens and prefix_of on the host")
-            lengths = cu_seqlens.diff()
-            starts = lengths[prefix_of.clamp(min=0)] * (prefix_of >= 0)
+            lengths, before = cu_seqlens.diff(), prefix_of.to(cu_seqlens.device)
+            starts = lengths[before.clamp(min=0).long()] * (before >= 0)
             longest = int((lengths + starts).max())
         if position_ids.device.type == cu_seqlens.device.type == "cpu":
             first = position_ids[0, cu_seqlens[:-1].long()]

@@ -122,7 +122,7 @@ def test_several_answers_of_a_conversation_are_one(tokenizer):
 BAD_RECORDS = {
     "preference_data": ("sft", FORMS["MMPR"], "for MPO and DPO"),
     "preference_data, swift": ("sft", FORMS["ms-swift"], "for MPO and DPO"),
-    "no_preference_data": ("mpo", {"conversations": [{"from": "human", "value": ASKED}]},  "objective 'mpo' is of pairs"),
+    "no_preference_data": ("mpo", {"messages": [USER, GOOD]}, "objective 'mpo' is of pairs"),
     "unsupported_field": ("sft", {"conversations": [USER, GOOD], "chosen": CHOSEN}, "without a rejected one"),
     "answers, two prompts": ("dpo", FORMS["MMPR"] | {"prompt": ASKED}, "'prompt' and 'question' are both a prompt"),
     "answers, no prompt": ("dpo", {"chosen": CHOSEN, "rejected": REJECTED}, "no common prompt"),
