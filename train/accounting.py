@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from internvl_pack.batch.collate import FILLER_ID, PAD_ID
+from internvl_pack.batch.collate import NO_SAMPLES
 from internvl_pack.errors import UserError
 from internvl_pack.ledger import Ledger, Losses
 from internvl_pack.options import count
@@ -181,11 +181,11 @@ class Quarantine(TrainerCallback):
 
 
 def batch_ids(batch: dict[str, Any]) -> list[str]:
-    """Ids of a batch's samples with their fragments; pads and fillers have none."""
+    """Ids of a batch's samples with their fragments, of a tree once for each branch; what is no sample has none."""
     return [
         sample_id if count == 1 else f"{sample_id}#{index + 1}/{count}"
         for sample_id, (index, count) in zip(batch["sample_ids"], batch["fragments"], strict=True)
-        if sample_id not in (PAD_ID, FILLER_ID)
+        if sample_id not in NO_SAMPLES
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from internvl_pack.batch.collate import FILLER_ID, PAD_ID, row_boundaries
+from internvl_pack.batch.collate import NO_SAMPLES, row_boundaries
 from internvl_pack.model.packed import PackedOutput
 from internvl_pack.stream.loader import PackLoader
 
@@ -54,7 +54,7 @@ def add_sample_losses(sums: SampleSums, batch: Batch, losses: torch.Tensor, posi
     totals = torch.zeros(count, dtype=torch.float64).index_add_(0, segments, losses.double().cpu())
     targets = torch.bincount(segments, minlength=count)
     for sample_id, total, number in zip(batch["sample_ids"], totals.tolist(), targets.tolist(), strict=True):
-        if sample_id in (PAD_ID, FILLER_ID):
+        if sample_id in NO_SAMPLES:
             continue
         before = sums.get(sample_id, (0.0, 0))
         sums[sample_id] = (before[0] + total, before[1] + number)

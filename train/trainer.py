@@ -54,6 +54,7 @@ MODEL_KEYS = (
     "loss_weight",
     "cu_seqlens",
     "cu_seqlens_padded",
+    "prefix_of",
     "max_seqlen",
     "pixel_values",
     "image_offsets",
@@ -248,7 +249,7 @@ class PackTrainer(ResumableTrainer):
         group = self.packed_model.sequence_group
         # Boundaries stay on the host, where the model checks them without waiting for the device, and so do pixels of
         # a shared row: each rank takes its tiles there.
-        on_host = ("cu_seqlens", "cu_seqlens_padded") + (() if group is None else ("pixel_values",))
+        on_host = ("cu_seqlens", "cu_seqlens_padded", "prefix_of") + (() if group is None else ("pixel_values",))
         more = {} if group is None else {"num_slice_loss_tokens": count_slice_targets(inputs, group)}
         return more | {
             key: value.to(self.args.device, non_blocking=True)

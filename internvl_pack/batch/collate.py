@@ -36,6 +36,7 @@ INT32_MAX = 2**31 - 1
 PAD_ID = "<pad>"
 PREFIX_ID = "<prefix>"
 FILLER_ID = "<filler>"
+NO_SAMPLES = (PAD_ID, PREFIX_ID, FILLER_ID)  # ids of segments that are no sample
 FILLER_TOKENS = 2  # the shortest row with a next token
 
 
