@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
-    """The answers of a record, chosen before rejected; None where it has one only.
+    """The answers of a record, chosen before rejected; None where its conversation has one.
 
     Raises:
         SampleError: `preference_data`, a record that is not for this objective; `answers`, a form that is none of those
@@ -60,9 +60,15 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
         )
     if is_pair:
         return _pair(data)
-    if not is_filled(data.get("answers")):
+    if not is_filled(data.get("answers")) or _is_answered(data):
         return None
     return _group(data)
+
+
+def _is_answered(data: Mapping[str, Any]) -> bool:
+    """Whether its conversation has its answer: other `answers` beside it are for evaluation, as in many VQA data."""
+    turns = data.get("conversations")
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[-1], dict) and _role(turns[-1]) in _ASSISTANT
 
 
 def _pair(data: Mapping[str, Any]) -> list[Answer]:

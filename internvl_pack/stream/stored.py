@@ -138,6 +138,9 @@ def _stored_row(
         try:
             with isolate_sample_errors(source=partial(segments.origin, fragment)):
                 encoded = segments.encoded(fragment)
+                if encoded.branches:
+                    name = encoded.record.sample_id
+                    raise UserError(f"--materialise: {name} has several answers, which are not kept apart there")
                 images += [(at, image, image.ref.read()) for image in _images_of(encoded, fragment)]
         except SampleError as error:
             facts.append({"reason": error.reason, "detail": error.located_detail})

@@ -119,6 +119,18 @@ def test_several_answers_of_a_conversation_are_one(tokenizer):
     assert same.branches[1].num_loss_tokens > trained[0]
 
 
+def test_answers_beside_a_conversation_that_has_one_are_not_read(tokenizer):
+    """VQA data have them, for evaluation: such records train as they did."""
+    plain = encoder(tokenizer, "sft")
+    turns = [("human", ASKED), ("gpt", CHOSEN)]
+    with_answers = plain.encode(
+        raw_sample(turns, {"a.jpg": jpeg()}, answers=["a", {"score": 1}], question="What?"), SPEC
+    )
+    without = plain.encode(raw_sample(turns, {"a.jpg": jpeg()}), SPEC)
+    assert not with_answers.branches and with_answers.record == without.record
+    np.testing.assert_array_equal(with_answers.input_ids, without.input_ids)
+
+
 BAD_RECORDS = {
     "preference_data": ("sft", FORMS["MMPR"], "for MPO and DPO"),
     "preference_data, swift": ("sft", FORMS["ms-swift"], "for MPO and DPO"),

@@ -8,40 +8,47 @@ from dataclasses import replace
 
 import pytest
 from helpers.factory import TINY, write_jsonl
+from helpers.presets import planned
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader
 from internvl_pack.batch.collate import PREFIX_ID
+from internvl_pack.errors import UserError
+from internvl_pack.samples import Samples
+from internvl_pack.stream import stored
 
 COUNT = 40
+
+
+def rewritten(folder, change):
+    """The meta file of made-up rows, after `change(number, row, prompt, last turn)` of each."""
+    meta = write_jsonl(folder, COUNT)
+    for spec in json.loads(meta.read_text()).values():
+        path = meta.parent / spec["annotation"]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for number, row in enumerate(rows):
+            *prompt, last = row["conversations"]
+            change(number, row, prompt, last)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return meta
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     """Every third row a group of up to nine answers, some of them over the budget together."""
-    meta = write_jsonl(tmp_path_factory.mktemp("groups"), COUNT)
-    for spec in json.loads(meta.read_text()).values():
-        path = meta.parent / spec["annotation"]
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for number, row in enumerate(rows):
-            if number % 3 == 0:
-                *prompt, last = row["conversations"]
-                row["conversations"] = prompt
-                row["answers"] = [f"{last['value']} {n}" for n in range(1 + number % 9)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return meta
+
+    def change(number, row, prompt, last):
+        if number % 3 == 0:
+            row |= {"conversations": prompt, "answers": [f"{last['value']} {n}" for n in range(1 + number % 9)]}
+
+    return rewritten(tmp_path_factory.mktemp("groups"), change)
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    meta = write_jsonl(tmp_path_factory.mktemp("pairs"), COUNT)
-    for spec in json.loads(meta.read_text()).values():
-        path = meta.parent / spec["annotation"]
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            *prompt, last = row["conversations"]
-            row |= {"conversations": prompt, "chosen": last, "rejected": {"from": "gpt", "value": "No."}}
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return meta
+    def change(number, row, prompt, last):
+        row |= {"conversations": prompt, "chosen": last, "rejected": {"from": "gpt", "value": "No."}}
+
+    return rewritten(tmp_path_factory.mktemp("pairs"), change)
 
 
 def epoch(meta, tokenizer, ranks, num_workers=0, objective="sft", tokens=400, state=None, stop=None):
@@ -113,3 +120,9 @@ def test_an_epoch_of_pairs_goes_on_with_other_ranks(tokenizer, pairs):
         for chosen, rejected in batch["pairs"].tolist():
             assert batch["sample_ids"][chosen - 1] == PREFIX_ID and rejected == chosen + 1
             assert batch["sample_ids"][chosen] == batch["sample_ids"][rejected]
+
+
+def test_a_presets_data_has_no_trees(tokenizer, groups, tmp_path):
+    preset = planned(groups, tmp_path / "preset", tokenizer)
+    with pytest.raises(UserError, match=r"--materialise: made/[0-9]+ has several answers"):
+        list(stored.materialise(preset, Samples.from_meta(groups, tokenizer, TINY)))
