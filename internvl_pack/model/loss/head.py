@@ -97,35 +97,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_kernel: LossKernel,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        device_type = hidden.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
-        # Half floats cannot hold the unscaled gradients of a whole row; bfloat16 can.
-        grad_dtype = torch.float32 if dtype == torch.float16 else dtype
-        trains_hidden, trains_weight, trains_bias = (with_gradient and needed for needed in ctx.needs_input_grad[:3])
-        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if trains_hidden else None
-        grad_weight = _Sum(weight) if trains_weight else None
-        grad_bias = _Sum(bias) if trains_bias and bias is not None else None
-        with torch.autocast(device_type, enabled=False):
-            w = weight.to(dtype)
-            b = None if bias is None else bias.to(dtype)
-            for start in range(0, len(hidden), chunk_tokens):
-                rows = slice(start, start + chunk_tokens)
-                h = hidden[rows].to(dtype)
-                logits = logits_of(h, w, b)
-                if not with_gradient:
-                    losses[rows] = F.cross_entropy(logits.float(), targets[rows], reduction="none")
-                    continue
-                losses[rows], grad = loss_kernel(logits, targets[rows], weights[rows], grad_dtype)
-                del logits
-                if grad_hidden is not None:
-                    grad_hidden[rows] = gradient_of_input(grad, w.to(grad_dtype))
-                if grad_weight is not None:
-                    grad_weight.add_product(grad, h.to(grad_dtype))
-                if grad_bias is not None:
-                    grad_bias.add(grad.sum(0, dtype=torch.float32))
-        ctx.gradients = [grad_hidden, grad_weight and grad_weight.total(), grad_bias and grad_bias.total()]
+        trains = tuple(with_gradient and needed for needed in ctx.needs_input_grad[:3])
+        given = weights if with_gradient else None
+        settings = (chunk_tokens, loss_kernel, _dtype_of(hidden), trains)
+        losses, ctx.gradients = _chunk_by_chunk(hidden, weight, bias, targets, given, *settings)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -153,45 +128,68 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         loss_kernel: LossKernel,
     ) -> Tensor:
-        device_type = hidden.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        with torch.autocast(device_type, enabled=False):
-            w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start in range(0, len(hidden), chunk_tokens):
-                rows = slice(start, start + chunk_tokens)
-                logits = logits_of(hidden[rows].to(dtype), w, b)
-                logprobs[rows] = -F.cross_entropy(logits.float(), targets[rows], reduction="none")
+        settings = (chunk_tokens, loss_kernel, _dtype_of(hidden))
+        losses, _ = _chunk_by_chunk(hidden, weight, bias, targets, None, *settings)
         ctx.save_for_backward(hidden, targets)
         ctx.head = weight, bias  # parameters as they are: ZeRO-3 gathers them again for the backward pass
-        ctx.settings = dtype, chunk_tokens, loss_kernel
-        return logprobs
+        ctx.settings = settings
+        return -losses
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        (weight, bias), (dtype, chunk_tokens, loss_kernel) = ctx.head, ctx.settings
-        grad_dtype = torch.float32 if dtype == torch.float16 else dtype
-        trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if trains_hidden else None
-        grad_weight = _Sum(weight) if trains_weight else None
-        grad_bias = _Sum(bias) if trains_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start in range(0, len(hidden), chunk_tokens):
-                rows = slice(start, start + chunk_tokens)
-                h = hidden[rows].to(dtype)
-                _, grad = loss_kernel(logits_of(h, w, b), targets[rows], -upstream[rows].float(), grad_dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = gradient_of_input(grad, w.to(grad_dtype))
-                if grad_weight is not None:
-                    grad_weight.add_product(grad, h.to(grad_dtype))
-                if grad_bias is not None:
-                    grad_bias.add(grad.sum(0, dtype=torch.float32))
-        weight_total = None if grad_weight is None else grad_weight.total()
-        bias_total = None if grad_bias is None else grad_bias.total()
-        return grad_hidden, weight_total, bias_total, None, None, None
+        weight, bias = ctx.head
+        settings = (*ctx.settings, tuple(ctx.needs_input_grad[:3]))
+        _, gradients = _chunk_by_chunk(hidden, weight, bias, targets, -upstream.float(), *settings)
+        return (*gradients, None, None, None)
+
+
+def _dtype_of(hidden: Tensor) -> torch.dtype:
+    """What products are computed in."""
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+
+
+def _chunk_by_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor | None,
+    chunk_tokens: int,
+    loss_kernel: LossKernel,
+    dtype: torch.dtype,
+    trains: tuple[bool, ...] = (False, False, False),
+) -> tuple[Tensor, list[Tensor | None]]:
+    """ce of each target, float32 (M,), and the gradients of sum(w * ce) of hidden, weight and bias that are asked for.
+
+    Without `weights` the losses alone.
+    """
+    # Half floats cannot hold the unscaled gradients of a whole row; bfloat16 can.
+    grad_dtype = torch.float32 if dtype == torch.float16 else dtype
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if trains[0] else None
+    grad_weight = _Sum(weight) if trains[1] else None
+    grad_bias = _Sum(bias) if trains[2] and bias is not None else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(dtype)
+        b = None if bias is None else bias.to(dtype)
+        for start in range(0, len(hidden), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            h = hidden[rows].to(dtype)
+            logits = logits_of(h, w, b)
+            if weights is None:
+                losses[rows] = F.cross_entropy(logits.float(), targets[rows], reduction="none")
+                continue
+            losses[rows], grad = loss_kernel(logits, targets[rows], weights[rows], grad_dtype)
+            del logits
+            if grad_hidden is not None:
+                grad_hidden[rows] = gradient_of_input(grad, w.to(grad_dtype))
+            if grad_weight is not None:
+                grad_weight.add_product(grad, h.to(grad_dtype))
+            if grad_bias is not None:
+                grad_bias.add(grad.sum(0, dtype=torch.float32))
+    return losses, [grad_hidden, *(None if total is None else total.total() for total in (grad_weight, grad_bias))]
 
 
 def vocabulary_pieces(width: int) -> list[slice]:
