@@ -53,6 +53,7 @@ from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.vision import FusedTower, use_tile_attention
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import Packer
+from internvl_pack.parallel.slices import RowSlice
 
 LENGTHS = Path(__file__).resolve().parent / "real_mix_a.csv"
 IMAGE_TOKEN = 151_671
@@ -370,13 +371,13 @@ def language_forward(core: PackedModel, kernels: list[str], device: torch.device
     config = core.config.text_config
     hidden = torch.randn(4, length, config.hidden_size, device=device, dtype=core.dtype)
     positions = torch.arange(length, device=device)[None]
-    cu_seqlens = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
+    row = RowSlice.whole(torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device), length)
 
     def padded() -> None:
         core.language_model(inputs_embeds=hidden, position_ids=positions.expand(4, -1), use_cache=False)
 
     def packed() -> None:
-        core._decode(hidden.view(1, 4 * length, -1), positions.repeat(1, 4), cu_seqlens, length, None)
+        core._decode(hidden.view(1, 4 * length, -1), positions.repeat(1, 4), row, None, None)
 
     print(f"\nLanguage model alone, forward, 4 sequences of {length} tokens (median of {repeats}, uncompiled)")
     table = Table(("way", 40), ("ms", 9), ("of padded", 10), ("of its flash", 12))
