@@ -1,11 +1,15 @@
 """Our policies beside a plain loop and a first-fit-decreasing over the same window, on real lengths.
 
-    python benchmarks/packing.py [LENGTHS.csv] [--budgets 8192/40 16384/48 32768/96 8192/24] [--buffer 64]
+    python benchmarks/packing.py [LENGTHS.csv] [--budgets 8192/40 16384/48 32768/96 8192/24] [--buffer 64] [--answers N]
 
 One stream, the file's order, the whole finite stream with its last packs. "bound" is the highest lower bound of
 packing/bounds.py. First-fit-decreasing packs each window of `--buffer` records by itself.
 
-Last, packing's share of the processor time: SAMPLES made samples are read, encoded and decoded to tiles, one JPEG
+With `--answers N` every sample is a prefix tree of N answers, a pair at 2: its prefix has the sample's tiles and all of
+its tokens but the supervised ones, each answer 0.5 to 1.5 times as many tokens as those (seeded), and one that begins
+it. Trees over a budget are cut between answers, pairs over it are left out.
+
+Without it, packing's share of the processor time: SAMPLES made samples are read, encoded and decoded to tiles, one JPEG
 image each of as many tiles and texts of as many tokens as the file's samples have on average.
 """
 
@@ -28,7 +32,7 @@ from internvl_pack.packing.bounds import LowerBounds
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.packer import Packer
 from internvl_pack.packing.split import split
-from internvl_pack.records import Record, Span
+from internvl_pack.records import Branch, Record, Span
 
 POLICIES = ("next_fit", "greedy", "subset_sum")
 SAMPLES = 40
@@ -53,6 +57,23 @@ def fragments_of(path: str, budget: Budget) -> list:
             spans += [Span(256 * n, n) for n in share]
             try:
                 out += split(Record(str(position), tokens, tiles, spans=tuple(spans)), position, budget)
+            except SampleError:
+                continue
+    return out
+
+
+def trees_of(path: str, budget: Budget, answers: int) -> list:
+    """The file's samples as fragments of trees, see the module's docstring."""
+    out, rng = [], random.Random(0)
+    with open(path, encoding="utf-8") as file:
+        for position, row in enumerate(csv.DictReader(file)):
+            trained, tiles = int(row["num_loss_tokens"]), int(row["num_tiles"])
+            lengths = [1 + max(1, round(trained * rng.uniform(0.5, 1.5))) for _ in range(answers)]
+            branches = tuple(Branch(n, n - 1) for n in lengths)
+            tokens = int(row["num_tokens"]) - trained + sum(lengths)
+            record = Record(str(position), tokens, tiles, branches=branches, is_pair=answers == 2)
+            try:
+                out += split(record, position, budget)
             except SampleError:
                 continue
     return out
@@ -146,13 +167,15 @@ def main() -> None:
     parser.add_argument("lengths", nargs="?", default=str(Path(__file__).with_name("real_mix_a.csv")))
     parser.add_argument("--budgets", nargs="+", default=["8192/40", "16384/48", "32768/96", "8192/24"])
     parser.add_argument("--buffer", type=int, default=64)
+    parser.add_argument("--answers", type=int, default=0, help="answers of each sample; default: no trees")
     args = parser.parse_args()
     print(f"| budget | bound | policy | packs | packs / bound | us a sample | longest wait |\n|{' --- |' * 7}")
     dearest = 0.0
     for name in args.budgets:
         tokens, tiles = map(int, name.split("/"))
         budget = Budget(tokens, tiles)
-        fragments = fragments_of(args.lengths, budget)
+        trees = trees_of(args.lengths, budget, args.answers) if args.answers else None
+        fragments = fragments_of(args.lengths, budget) if trees is None else trees
         bounds = LowerBounds(budget)
         for fragment in fragments:
             bounds.add(fragment.num_tokens, fragment.num_tiles)
@@ -163,6 +186,8 @@ def main() -> None:
             ratio = f"{r.packs / bound:.4f}"
             print(f"| {name} | {bound} | {policy} | {r.packs} | {ratio} | {r.microseconds:.1f} | {r.longest_wait} |")
         dearest = max(dearest, results["subset_sum"].microseconds)
+    if args.answers:
+        return
     with open(args.lengths, encoding="utf-8") as file:
         rows = [(int(row["num_tokens"]), int(row["num_tiles"])) for row in csv.DictReader(file)]
     tiles = sum(v for _, v in rows) / len(rows)
