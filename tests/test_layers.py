@@ -15,6 +15,7 @@ STAGES = (
     ("internvl_pack.cli", "internvl_pack.commands"),
     ("train",),
     ("internvl_pack",),  # its public names
+    ("internvl_pack.trees",),
     ("internvl_pack.report",),
     ("internvl_pack.stream",),
     ("internvl_pack.estimate",),

@@ -1,0 +1,102 @@
+"""Prefix trees in a loop of one's own: a prompt with its images once, and the log-probabilities of all its answers.
+
+    trees = [Tree(prompt=ids, answers=rollouts, tiles=tiles), ...]
+    answers = logprobs(model, trees)                # float32, a value a token, with their gradient
+
+What reinforcement learning on rollouts asks of a model (docs/library.md has a step of GRPO). Batches of a loader whose
+records have several answers (docs/data.md) go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch.collate import packed_collate_fn
+from .batch.loss_weights import IGNORE_INDEX
+from .batch.row import PackRow, Segment
+from .records import Branch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A prompt and its answers.
+
+    Attributes:
+        prompt: token ids, at least two, with a token of its own for each feature of an image, as the model reads them.
+        answers: token ids of each answer, whose end-of-turn token is part of it; none is empty.
+        tiles: uint8 (T, 3, S, S), of the prompt's images in their order; None without images.
+    """
+
+    prompt: Sequence[int]
+    answers: Sequence[Sequence[int]]
+    tiles: Tensor | np.ndarray | None = None
+
+
+def tree_batch(trees: Sequence[Tree], *, pad_token_id: int = 0) -> dict[str, Any]:
+    """One row of the trees, one after the other, as `packed_collate_fn` gives it: what `PackedModel` takes.
+
+    All tokens of answers are labelled.
+
+    Raises:
+        ValueError: no trees, a prompt of fewer than two tokens, a tree without answers or with an empty one.
+    """
+    segments = [_segment(number, tree) for number, tree in enumerate(trees)]
+    return packed_collate_fn([PackRow(segments)] if segments else [], pad_token_id=pad_token_id)
+
+
+def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tensor]:
+    """The log-probability of every trained token of every branch, in one forward pass.
+
+    Args:
+        model: a `PackedModel`, or what wraps one (DeepSpeed's engine, DDP); without `torch.no_grad()` the result has
+            its gradient.
+        trees: of one row; or a packed batch that holds trees: `tree_batch`'s, or a loader's.
+
+    Returns:
+        Tree by tree and branch by branch, float32 (n,) on the model's device.
+
+    Raises:
+        ValueError: a batch without `cu_seqlens`, a model that shares its rows over GPUs, what `tree_batch` refuses.
+    """
+    if getattr(model, "sequence_group", None) is not None:
+        raise ValueError("log-probabilities of branches are of whole rows: the model shares them over a sequence group")
+    batch = dict(trees) if isinstance(trees, Mapping) else tree_batch(trees)
+    if "cu_seqlens" not in batch:
+        raise ValueError("the batch is padded: log-probabilities of branches are of packed rows (cu_seqlens)")
+    device = next(model.parameters()).device
+    on_host = ("cu_seqlens", "prefix_of")  # which the model checks without waiting for the device
+    batch |= {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k not in on_host}
+    out = model(**batch, return_logprobs=True)
+    bounds = batch["cu_seqlens"]
+    none = torch.full((len(bounds) - 1,), -1, dtype=torch.int32)
+    is_branch = (batch.get("prefix_of", none) >= 0).tolist()
+    ends = bounds[1:].to(device, torch.int64)
+    counts = torch.searchsorted(out.target_positions, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    parts = out.target_logprobs.split(counts)
+    return [part for part, wanted in zip(parts, is_branch, strict=True) if wanted]
+
+
+def _segment(number: int, tree: Tree) -> Segment:
+    prompt = np.asarray(tree.prompt, dtype=np.int32)
+    answers = [np.asarray(answer, dtype=np.int32) for answer in tree.answers]
+    if len(prompt) < 2:
+        raise ValueError(f"tree {number}: a prompt of {len(prompt)} tokens, it needs two")
+    if not answers or not all(len(answer) for answer in answers):
+        raise ValueError(f"tree {number}: {'an empty answer' if answers else 'no answers'}")
+    untrained = np.full(len(prompt), IGNORE_INDEX, dtype=np.int32)
+    ids, labels = [prompt[:-1]], [untrained[:-1]]
+    for answer in answers:  # a branch begins with the prompt's last token, which predicts its first
+        ids += [prompt[-1:], answer]
+        labels += [untrained[-1:], answer]
+    tiles = np.zeros((0, 3, 1, 1), dtype=np.uint8) if tree.tiles is None else np.asarray(tree.tiles)
+    branches = tuple(Branch(1 + len(answer), len(answer)) for answer in answers)
+    return Segment(
+        str(number), (0, 1), np.concatenate(ids), np.concatenate(labels), tiles,
+        (len(tiles),) if len(tiles) else (), sum(map(len, answers)), branches,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Prompts with several answers in one row: every answer's log-probabilities, as the prompt with it alone has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.model_samples import LOSS_TOLERANCE, SIZE, assert_same_gradients, gradients, plain_twin, tiny_packed
+
+from internvl_pack.model.images import normalize_tiles
+from internvl_pack.trees import Tree, logprobs, tree_batch
+
+
+@pytest.fixture
+def rollouts(tokenizer):
+    image = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+    torch.manual_seed(0)
+    tiles = torch.randint(256, (2, 3, SIZE, SIZE), dtype=torch.uint8)
+    first = Tree(prompt=[5, *[image] * 8, 9, 11], answers=[[7, 8, 9], [4], [3, 1, 4, 1, 5]], tiles=tiles)
+    return [first, Tree(prompt=[12, 13], answers=[[7, 2], [9, 9]])]
+
+
+def test_log_probabilities_are_those_of_each_answer_alone(tokenizer, rollouts):
+    packed = tiny_packed(tokenizer)
+    plain = plain_twin(packed)
+    found = logprobs(packed, rollouts)
+    upstream, total, number = torch.linspace(-1, 2, 8), 0.0, 0
+    sum((branch * upstream[: len(branch)]).sum() for branch in found).backward()
+    for tree in rollouts:
+        for answer in tree.answers:
+            ids = torch.tensor([[*tree.prompt, *answer]])
+            pixels = None if tree.tiles is None else normalize_tiles(tree.tiles, torch.float32)
+            logits = plain(input_ids=ids, pixel_values=pixels, use_cache=False).logits[0, -len(answer) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+            torch.testing.assert_close(found[number], expected, rtol=LOSS_TOLERANCE, atol=1e-6)
+            total, number = total + (expected * upstream[: len(answer)]).sum(), number + 1
+    assert number == len(found)
+    total.backward()
+    assert_same_gradients(gradients(packed.model), gradients(plain))
+
+
+def test_a_batch_gives_the_same_as_its_trees(tokenizer, rollouts):
+    packed = tiny_packed(tokenizer)
+    with torch.no_grad():
+        found, again = logprobs(packed, rollouts), logprobs(packed, tree_batch(rollouts))
+    assert all(map(torch.equal, found, again)) and not found[0].requires_grad
+
+
+def test_what_is_no_tree_is_refused(tokenizer):
+    packed = tiny_packed(tokenizer)
+    for tree, message in (
+        (Tree(prompt=[1], answers=[[2]]), "a prompt of 1 tokens"),
+        (Tree(prompt=[1, 2], answers=[]), "tree 0: no answers"),
+        (Tree(prompt=[1, 2], answers=[[3], []]), "tree 0: an empty answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            logprobs(packed, [tree])
+    with pytest.raises(ValueError, match="no rows"):
+        logprobs(packed, [])
+    with pytest.raises(ValueError, match="the batch is padded"):
+        logprobs(packed, {"input_ids": torch.zeros(1, 2)})
