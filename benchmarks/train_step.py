@@ -201,7 +201,9 @@ def make_batches(groups: list[list[Sample]], core: PackedModel, pixels: torch.Te
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
-        k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) and k != "cu_seqlens" else v
+        k: v.to(device, non_blocking=True)
+        if isinstance(v, torch.Tensor) and k not in ("cu_seqlens", "prefix_of")
+        else v
         for k, v in batch.items()
     }
 
