@@ -303,7 +303,7 @@ def summary_lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
     shared = summary["sequence_parallel_size"]
     ranks = count(summary["ranks"], "ranks") + (f", {shared} a row" if shared > 1 else "")
     return [
-        f"{summary['steps']} optimizer steps on {ranks}, {rows}, {summary['packs']:,} rows of "
+        f"{count(summary['steps'], 'optimizer steps')} on {ranks}, {rows}, {count(summary['packs'], 'rows')} of "
         f"{summary['samples_per_pack']:.1f} samples, token fill {summary['token_fill']:.1%}, "
         f"tile fill {summary['tile_fill']:.1%}" + (f", {speed:,.0f} useful tokens/s" if speed else ""),
         *ledger.lines(),

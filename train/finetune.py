@@ -61,7 +61,7 @@ from .environment import (
     telling_of_ports,
     wait_no_longer_than,
 )
-from .options import parse
+from .options import PROGRAM, parse
 from .ranks import Ranks
 from .saving import Saving
 from .trainer import PackTrainer
@@ -70,18 +70,22 @@ from .warm_up import WarmUp, keep_compiled
 logger = logging.getLogger("train.finetune")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, train, save. Returns the exit code."""
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Parse, train, save. Returns the exit code.
+
+    Args:
+        program: what the user calls it by, for help and messages.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     run = None
     try:
         prepare_environment()
         set_up_logging()
         with telling_of_ports():
-            run = prepare(*parse(argv))
+            run = prepare(*parse(argv, program))
         return run.train()
     except UserError as error:
-        report_error("finetune", error, everyone=run is not None)
+        report_error(program.removesuffix(".py"), error, everyone=run is not None)
         return USER_ERROR
     except KeyboardInterrupt:  # while nothing can be saved: before the first step, or after the last
         return KEYBOARD_INTERRUPT
@@ -244,28 +248,23 @@ def make_trainer(
     """The trainer of these data and this model.
 
     Raises:
-        UserError: the model cannot be saved as asked, or the hub is out of reach.
+        UserError: the model cannot be saved as asked, or the hub of --push_to_hub is out of reach.
     """
     saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path, data.train.encoder.config)
     saving.check(model)
-    try:
-        return PackTrainer(
-            model=model,
-            args=args,
-            train_dataset=data.train,
-            eval_dataset=data.held_out,
-            data_collator=data.collator,
-            processing_class=data.tokenizer,
-            row_budget=data.row_budget,
-            loss_reduction_all_gather=data_args.loss_reduction_all_gather,
-            router_loss_coef=model_args.router_loss_coef,
-            saving=saving,
-            also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
-        )
-    except OSError as error:  # what huggingface_hub raises
-        if not args.push_to_hub:
-            raise
-        raise UserError(f"--push_to_hub True: {str(error).strip().splitlines()[0]}") from error
+    return PackTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        data_collator=data.collator,
+        processing_class=data.tokenizer,
+        row_budget=data.row_budget,
+        loss_reduction_all_gather=data_args.loss_reduction_all_gather,
+        router_loss_coef=model_args.router_loss_coef,
+        saving=saving,
+        also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
+    )
 
 
 def make_callbacks(

@@ -104,17 +104,21 @@ GONE = {
 # Another name of an option: what a path of data without a meta file is given by.
 ALIASES = {"data": "meta_path"}
 
+PROGRAM = "finetune.py"
+
 
 class Parser(HfArgumentParser):
     """Our options by their declarations, in groups, and transformers' TrainingArguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = PROGRAM) -> None:
+        processes = "" if program == PROGRAM else "[--nproc N] "
         super().__init__(
             TrainingArguments,  # type: ignore[arg-type]  # its own type asks for an instance
-            prog="finetune.py",
-            usage="finetune.py [FILE.json|FILE.yaml] [--OPTION VALUE ...]",
+            prog=program,
+            usage=f"{program} {processes}[FILE.json|FILE.yaml] [--OPTION VALUE ...]",
             description="Fine-tune InternVL on packed or padded rows. Options may stand in a JSON or YAML file; those "
-            "of the command line take precedence.",
+            "of the command line take precedence."
+            + (" --nproc starts N processes of this machine, one a GPU (default: 1)." if processes else ""),
             formatter_class=HelpFormatter,
             allow_abbrev=False,
             conflict_handler="resolve",  # our declarations replace transformers'
@@ -150,18 +154,23 @@ def option_names() -> list[str]:
     return [f.name for kind in KINDS for f in fields(kind) if f.init]
 
 
-def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, PackTrainingArguments]:
+def parse(
+    argv: Sequence[str], program: str = PROGRAM
+) -> tuple[ModelArguments, DataTrainingArguments, PackTrainingArguments]:
     """The three groups of options from a command line, which may begin with a file of options.
+
+    Args:
+        program: what the user calls it by.
 
     Raises:
         UserError: an unknown option or a value it cannot have; names it.
     """
     if argv and not argv[0].startswith("-"):
         argv = [*words_of(argv[0]), *argv[1:]]
-    values, rest = Parser().parse_known_args(modernise(argv))
+    values, rest = Parser(program).parse_known_args(modernise(argv))
     unknown = [word for word in rest if word.startswith("--")]
     if unknown:
-        raise UserError(unknown_option(unknown[0], option_names(), "finetune.py"))
+        raise UserError(unknown_option(unknown[0], option_names(), program))
     if rest:
         raise UserError(f"{rest[0]!r} is neither an option nor the value of one: give --OPTION VALUE")
     model, data, training = ({f.name: getattr(values, f.name) for f in fields(kind) if f.init} for kind in KINDS)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 
 from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
@@ -47,6 +48,8 @@ from .step_sync import Batch, StepSync
 
 logger = logging.getLogger(__name__)
 
+# Its own class of errors has those of the library for HTTP among its bases, whichever that is.
+HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 MODEL_KEYS = (
     "input_ids",
     "labels",
@@ -147,6 +150,19 @@ class PackTrainer(ResumableTrainer):
         self.add_callback(self.ledgers)
         if args.log_sample_ids:
             self.add_callback(SampleLog(self))
+
+    def init_hf_repo(self, *args: Any, **options: Any) -> None:
+        """As transformers' Trainer, before the first step.
+
+        Raises:
+            UserError: the hub is out of reach, or refuses.
+        """
+        try:
+            super().init_hf_repo(*args, **options)
+        except HUB_ERRORS as error:
+            raise UserError(
+                f"--push_to_hub True: the hub cannot be used: {str(error).strip().splitlines()[0]}"
+            ) from error
 
     # -- data ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..model.flops import peak_flops
 from ..model.memory import Sizes, memory
-from ..options import add_options, from_config, make, option
+from ..options import add_options, count, from_config, make, option
 from ..packing.cost import SIZES, CostModel, model_config
 from ._options import add_encoding, packing_config
 from .simulate import lengths_of
@@ -89,16 +89,17 @@ def run(args: argparse.Namespace) -> int:
         figures["measured"] = asdict(rate) if rate else None
         print(json.dumps(figures | {"packs": packs, "tokens": tokens, "tiles": tiles, "seconds": seconds}))
         return 0
-    print(f"{sizes.parameters / 1e9:.2f} G parameters, all of them trained; of each of {args.gpus} GPUs, GB:")
+    print(f"{sizes.parameters / 1e9:.2f} G parameters, all of them trained; {count(args.gpus, 'GPUs')}, GB of each:")
     for name, size in asdict(found).items():
         print(f"  {name:<12}{size / 1e9:8.1f}{'  instead of activations' if name == 'step' else ''}")
     print(f"  {'peak':<12}{found.peak / 1e9:8.1f}")
     if rate:
         print(
             f"measured on {rate.device}: {rate.seconds:.3g} s forward and backward of a row of {rate.tokens:,} tokens "
-            f"and {rate.tiles} tiles, layers {'' if rate.compiled else 'not '}compiled; the optimizer and what GPUs "
-            "exchange come on top"
+            f"and {count(rate.tiles, 'tiles')}, layers {'' if rate.compiled else 'not '}compiled; "
+            "the optimizer and what GPUs exchange come on top"
         )
     how_fast = f"on {args.gpus} x {rate.device}" if rate else f"at {args.mfu:.0%} of {args.gpus} x {args.card}"
-    print(f"an epoch: {packs:,} packs at least, {tokens:,} tokens, {tiles:,} tiles; {seconds / 3600:.2f} h {how_fast}")
+    size = f"{count(packs, 'packs')} at least, {count(tokens, 'tokens')}, {count(tiles, 'tiles')}"
+    print(f"an epoch: {size}; {seconds / 3600:.2f} h {how_fast}")
     return 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..options import add_options
+from ..options import add_options, count
 from ..sources import jsonl, shard_index
 from ..sources.files import Stamp, stamp_of
 from ..sources.index import BadIndexError
@@ -82,8 +82,9 @@ def run(args: argparse.Namespace) -> int:
                 for line in indexed.complaints:
                     bar.write(line)
     seconds = time.perf_counter() - started
-    current = f"; {len(files) - len(stale)} files were current" if len(stale) < len(files) else ""
-    print(f"indexed {num_rows} samples in {len(stale)} files, {num_bytes / 1e6:.1f} MB, in {seconds:.1f} s{current}")
+    current = f"; current already: {count(len(files) - len(stale), 'files')}" if len(stale) < len(files) else ""
+    what = f"{count(num_rows, 'samples')} in {count(len(stale), 'files')}"
+    print(f"indexed {what}, {num_bytes / 1e6:.1f} MB, in {seconds:.1f} s{current}")
     if args.lengths:
         survey_lengths(args, processes)
     return 0
@@ -99,7 +100,7 @@ def survey_lengths(args: argparse.Namespace, processes: int) -> None:
     started = time.perf_counter()
     measure_with_bar(survey, processes if known < samples.num_rows else 0)
     seconds = time.perf_counter() - started
-    print(f"surveyed {samples.num_rows - known} samples in {seconds:.1f} s; {known} were known")
+    print(f"surveyed {count(samples.num_rows - known, 'samples')} in {seconds:.1f} s; {known} were known")
     for table in survey.tables:
         print(f"  {table.key.name}: {table.folder}")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import PackingConfig
-from ..options import add_options, from_config, make, option
+from ..options import add_options, count, from_config, make, option
 from ..packing.offline import OFFLINE_POLICIES
 from ..packing.policies import POLICIES
 from ._options import (
@@ -103,10 +103,11 @@ def _follow(what: str, total: int, steps: Iterable[int]) -> None:
 
 def _show(preset: Preset) -> None:
     s, settings = preset.content["statistics"], preset.settings
-    row = f"{settings['max_packed_tokens']:,} tokens and {settings['num_images_expected']} tiles"
+    row = f"{count(settings['max_packed_tokens'], 'tokens')} and {count(settings['num_images_expected'], 'tiles')}"
     refused = ", ".join(f"{n:,} {reason}" for reason, n in s["refused"].items()) or "none"
     print(
-        f"{preset.folder}: {s['samples']:,} samples in {s['packs']:,} packs of {row}, epochs planned: {preset.epochs}\n"
+        f"{preset.folder}: {count(s['samples'], 'samples')} in {count(s['packs'], 'packs')} of {row}, "
+        f"epochs planned: {preset.epochs}\n"
         f"refused: {refused}\n"
         f"packs over their lower bound {s['packs_over_bound']:.4f}; real tokens over capacity {s['token_fill']:.2%}, "
         f"with alignment padding {s['token_fill_with_alignment']:.2%}; {s['segments'] / s['packs']:.1f} segments a pack"

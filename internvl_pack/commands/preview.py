@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import RowOptions
 from ..errors import UserError
-from ..options import add_options, make, option
+from ..options import add_options, count, make, option
 from ._options import (
     META_HELP,
     STAND_IN,
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         print(note)
     segments = sum(s.is_sample for row in preview.rows for s in row.segments)
     size = out.stat().st_size
-    left = f"; {preview.pictures_left_out:,} tiles are not pictured" if preview.pictures_left_out else ""
-    print(f"{out}: {len(preview.rows)} rows with {segments:,} segments, {size / 1e6:.1f} MB{left}")
+    left = f"; not pictured: {count(preview.pictures_left_out, 'tiles')}" if preview.pictures_left_out else ""
+    print(f"{out}: {count(len(preview.rows), 'rows')} with {count(segments, 'segments')}, {size / 1e6:.1f} MB{left}")
     if preview.ended:
         print(f"epoch {args.epoch} has no more rows")
     if args.json:

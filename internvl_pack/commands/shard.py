@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import SampleError, UserError, isolate_sample_errors
+from ..options import count
 from ..sources import DatasetSpec, RawSample, Source, load_meta, open_source, shard_index
 from ..sources.index import index_path
 
@@ -266,6 +267,6 @@ def _suffix(name: str) -> str:
 def _report(name: str, written: Written) -> None:
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in written.bad.most_common())
     print(
-        f"dataset {name!r}: {written.num_samples:,} samples in {len(written.paths):,} shards, "
+        f"dataset {name!r}: {count(written.num_samples, 'samples')} in {count(len(written.paths), 'shards')}, "
         f"{written.num_bytes / 1e6:,.1f} MB" + (f"; left out: {left_out}" if left_out else "")
     )

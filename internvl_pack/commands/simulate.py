@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..config import PackingConfig
@@ -14,11 +15,11 @@ from ..errors import UserError
 from ..estimate.epochs import PackingEstimate
 from ..estimate.simulate import LengthTable, read_lengths, report, simulate, surveyed_lengths
 from ..estimate.suggest import TOKEN_BUDGETS, suggest
-from ..options import add_argument, add_options, make, option
+from ..options import add_argument, add_options, count, make, option
 from ..packing.cost import CostModel
 from ..survey.survey import Survey
 from ..survey.table import root_of
-from ._options import add_encoding, measure_with_bar, open_samples, packing_config
+from ._options import META_HELP, add_encoding, measure_with_bar, open_samples, packing_config
 
 HELP = "Pack an epoch of lengths and show how full, fair and even its packs are; --suggest chooses budgets."
 SUGGEST_SAMPLES = 20_000  # that a grid of budgets is tried on
@@ -56,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "lengths",
         help="CSV file with the columns num_tokens,num_tiles (num_images helps where samples are cut), - for standard "
-        "input, or a meta file (JSON), whose images are then read by their headers and texts by --tokenizer",
+        f"input, or data, of which images are then read by their headers and texts by --tokenizer: a {META_HELP}",
     )
     add_options(parser, PackingConfig, *PACKING)
     add_options(parser, SimulateOptions)
@@ -64,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_argument(parser, old, dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--suggest", action="store_true", help="try a grid of budgets and say which to use and why")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    add_encoding(parser, "Needed by a meta file.")
+    add_encoding(parser, "Needed for data.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,25 +93,37 @@ def lengths_of(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthT
     """The lengths that `args.lengths` names, and the tiles of the largest image where that is known.
 
     Raises:
-        UserError: they cannot be read, or a meta file comes without a tokenizer.
+        UserError: they cannot be read, or data comes without a tokenizer.
     """
     name = args.lengths
     if name == "-":
         return read_lengths(sys.stdin, "standard input"), None
-    path = Path(name)
-    if path.suffix.lower() == ".json":
+    if not _holds_lengths(name):
         return _surveyed(args, config)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with open(name, encoding="utf-8", newline="") as file:
             return read_lengths(file, name), None
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from error
 
 
+def _holds_lengths(name: str) -> bool:
+    """A .csv file, a pipe, or a file whose first line names the column of tokens; anything else is data."""
+    if name.lower().endswith(".csv"):
+        return True
+    if not os.path.isfile(name):
+        return os.path.exists(name) and not os.path.isdir(name)
+    with contextlib.suppress(OSError), open(name, "rb") as file:
+        return b"num_tokens" in file.readline(1000) and not file.seek(0) and file.read(1) not in (b"{", b"[")
+    return False
+
+
 def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTable, int]:
-    """Of a meta file's samples, in the order in which an epoch trains them."""
+    """Of samples, in the order in which an epoch trains them."""
     if args.tokenizer is None:
-        raise UserError(f"{args.lengths} is a meta file: its texts are counted with a tokenizer, give --tokenizer PATH")
+        raise UserError(
+            f"{args.lengths} holds no lengths but data, whose texts are counted with a tokenizer: give --tokenizer PATH"
+        )
     args.meta = args.lengths
     samples = open_samples(args)
     samples.check_some(samples.num_rows)
@@ -120,15 +133,16 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
     survey = Survey(samples, room, root_of(None))
     measure_with_bar(survey)
     encode = samples.encoder.config
-    return surveyed_lengths(survey, samples.mixture(config, 0)), encode.max_dynamic_patch + encode.use_thumbnail
+    tiles = max(spec.max_dynamic_patch or encode.max_dynamic_patch for spec in samples.specs) + encode.use_thumbnail
+    return surveyed_lengths(survey, samples.mixture(config, 0)), tiles if encode.dynamic_image_size else 1
 
 
 def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
     r = report(epoch)
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(epoch.refused.items()))
     lines = [
-        f"{epoch.budget[0]:,} tokens and {epoch.budget[1]} tiles a row, policy {args.packing_policy}, look-ahead "
-        f"{args.max_buffer_size}",
+        f"{count(epoch.budget[0], 'tokens')} and {count(epoch.budget[1], 'tiles')} a row, "
+        f"policy {args.packing_policy}, look-ahead {args.max_buffer_size}",
         "",
         f"samples              {r['samples']:>12,}   {r['split']:,} of them split; dropped "
         f"{r['dropped']:,}{f' ({dropped})' if dropped else ''}",
@@ -143,8 +157,8 @@ def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
         f"tiles filled         {r['tile_fill']:>12.2%}",
         f"time a sample        {r['us_per_sample']:>12.1f}   microseconds of one core",
         f"wait                 {r['max_wait_samples']:>12,}   samples at most, {r['p99_wait_samples']:,} for 99 %",
-        f"steps                {r['steps']:>12,}   of {epoch.packs_per_step:,} packs on {epoch.num_ranks:,} "
-        f"ranks; {r['steps_not_full']:,} not full, {r['steps_empty']:,} empty",
+        f"steps                {r['steps']:>12,}   of {count(epoch.packs_per_step, 'packs')} on "
+        f"{count(epoch.num_ranks, 'ranks')}; {r['steps_not_full']:,} not full, {r['steps_empty']:,} empty",
         f"steps over bound     {r['steps_over_bound']:>12.4f}",
         f"rank efficiency      {r['rank_efficiency']:>12.3f}   mean over max cost of a step, {args.cost_model}",
         f"  whole epoch        {r['epoch_efficiency']:>12.3f}   its last step, which may not be full, included",

@@ -122,9 +122,9 @@ def _show(r: dict[str, Any]) -> None:
     _print_table(["a sample", "", *names], rows, left=(0, 1))
     share = r["share_of_budget"]
     print(
-        f"A sample takes {share['tokens']['p50']:.1%} of the {budget['max_packed_tokens']:,} tokens of a row "
+        f"A sample takes {share['tokens']['p50']:.1%} of the {count(budget['max_packed_tokens'], 'tokens')} of a row "
         f"(95 % of them at most {share['tokens']['p95']:.1%}, the longest {share['tokens']['max']:.1%}) and "
-        f"{share['tiles']['p50']:.1%} of its {budget['num_images_expected']} tiles "
+        f"{share['tiles']['p50']:.1%} of its {count(budget['num_images_expected'], 'tiles')} "
         f"({share['tiles']['p95']:.1%}, {share['tiles']['max']:.1%}).\n"
     )
     if r["reasons"]:
@@ -142,7 +142,7 @@ def _show(r: dict[str, Any]) -> None:
     lines = [
         f"{count(budget['packs_a_step'], 'packs')} a step: "
         f"{count(r['steps_an_epoch'], 'steps')} an epoch, {p['steps_over_bound']:.3f} times the least possible"
-        + ("" if p["exact"] else f" (extrapolated from {p['planned_samples']:,} samples)")
+        + ("" if p["exact"] else f" (extrapolated from {count(p['planned_samples'], 'samples')})")
         + (f"; refused by the budgets: {refused}" if refused else ""),
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
         f"{pad['batch_16']:.1%}; of packed rows {pad['packed']:.1%}",

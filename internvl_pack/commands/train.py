@@ -11,6 +11,8 @@ from ..errors import UserError
 
 HELP = "Fine-tune a model; options as train/finetune.py's, and --nproc N: processes of this machine, one a GPU."
 
+PROGRAM = "internvl-pack train"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The one option that is not of the run."""
@@ -23,12 +25,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: `--nproc` is below 1.
     """
-    parser = argparse.ArgumentParser("internvl-pack train", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     configure(parser)
     args, options = parser.parse_known_args(argv)
     if args.nproc < 1:
         raise UserError(f"--nproc {args.nproc}: give at least 1")
     if args.nproc == 1 or "RANK" in os.environ:
-        return import_module("internvl_pack.train.finetune").main(options)
+        return import_module("internvl_pack.train.finetune").main(options, PROGRAM)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, which warns of it in four lines
     ranks = ["--standalone", "--nproc_per_node", str(args.nproc), "--module", "internvl_pack.cli", "train"]
     return import_module("internvl_pack.train.launch").main([*ranks, *options])

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..options import add_options
+from ..options import add_options, count
 from ..survey.validate import (
     NUM_EXAMPLES,
     BadSample,
@@ -125,4 +125,4 @@ def show(report: Report, checker: Checker) -> None:
         ]
         print(table(["reason", "samples", f"first {NUM_EXAMPLES}"], rows, left=(0, 2)))
     bad = report.samples - report.good
-    print(f"{report.samples:,} samples: {report.good:,} good, {bad:,} bad ({how})")
+    print(f"{count(report.samples, 'samples')}: {report.good:,} good, {bad:,} bad ({how})")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ..errors import SampleError
+from ..options import count
 from ..sources.normalise import IMAGES, TURNS
 from .chat import Turn
 from .fields import misspelt, system_of
@@ -136,7 +137,7 @@ def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = M
     found = sum(text.count(PLACEHOLDER) for text in human)
     if num_images == 0:
         if found and any(_AT_LINE_BORDER.search(text) for text in human):
-            what = f"{_counted(found, 'placeholder')} <image>, but no image"
+            what = f"{count(found, 'placeholders')} <image>, but no image"
             raise SampleError("placeholder_mismatch", what + misspelt(data, IMAGES))
         if any(_VIDEO_AT_LINE_BORDER.search(text) for text in human):
             raise SampleError("placeholder_mismatch", "a placeholder <video>, but no video")
@@ -147,11 +148,11 @@ def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = M
                 turns = [*turns[:index], (role, f"{PLACEHOLDER}\n" * num_images + text), *turns[index + 1 :]]
                 break
         else:
-            raise SampleError("placeholder_mismatch", f"{_counted(num_images, 'image')}, but no human turn to hold it")
+            raise SampleError("placeholder_mismatch", f"{count(num_images, 'images')}, but no human turn to hold it")
     elif found != num_images:
         raise SampleError(
             "placeholder_mismatch",
-            f"{_counted(found, 'placeholder')} <image> in human turns for {_counted(num_images, 'image')}",
+            f"{count(found, 'placeholders')} <image> in human turns for {count(num_images, 'images')}",
         )
     return [Turn(role, tuple(text.split(PLACEHOLDER)) if role in IMAGE_ROLES else (text,)) for role, text in turns]
 
@@ -172,7 +173,3 @@ def _kind(value: object) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 
 from ..errors import SampleError
+from ..options import count
 
 PLACEHOLDER = "<image>"
 
@@ -55,7 +56,7 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
     bound = num_placeholders == num_images
     for match, text in others:
         if not _is_text(match, text, bound, num_images):
-            what = f"write <image>; {num_images} images are there"
+            what = f"write <image>; the record has {count(num_images, 'images')}"
             if match["audio"] or match["video"]:
                 what = "audio is not read" if match["audio"] else "write <video>"
             raise SampleError("placeholder_mismatch", f"{match[0][:60]!r} stands where no text does: {what}")

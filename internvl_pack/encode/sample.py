@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import SampleError, UserError, isolate_sample_errors
-from ..options import check_options, option
+from ..options import check_options, count, option
 from ..records import Branch, Fragment, Record, Span
 from .augment import recompress
 from .chat import Part, PlainText, TokenizerTemplate, without_answers
@@ -305,8 +305,9 @@ class Encoder:
         if found != (fragment.span_tokens, fragment.num_tiles) or len(ids) != fragment.num_tokens:
             raise SampleError(
                 "changed_since_survey",
-                f"its part {fragment.index + 1} of {fragment.count} lies in {found[0]:,} tokens and {found[1]:,} tiles "
-                f"now, and was surveyed in {fragment.span_tokens:,} tokens and {fragment.num_tiles:,} tiles",
+                f"its part {fragment.index + 1} of {fragment.count} lies in {count(found[0], 'tokens')} and "
+                f"{count(found[1], 'tiles')} now, and was surveyed in {count(fragment.span_tokens, 'tokens')} and "
+                f"{count(fragment.num_tiles, 'tiles')}",
             )
         record = Record(outline.raw.sample_id, len(ids), part.record.num_tiles, fragment.num_loss_tokens)
         return Encoded(record, ids, labels, part.images, outline.data_augment, first_tile=fragment.tile_start)

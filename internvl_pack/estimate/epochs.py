@@ -130,14 +130,14 @@ class PackingEstimate:
 
     def line(self) -> str:
         """One line for people."""
-        how = "counted" if self.exact else f"estimated from {self.num_planned:,} samples"
+        how = "counted" if self.exact else f"estimated from {count(self.num_planned, 'samples')}"
         about = "" if self.exact else "about "
         even = "" if self.rank_efficiency is None or self.num_ranks == 1 else f", ranks {self.rank_efficiency:.1%} even"
         return (
-            f"packing: rows of {self.budget[0]:,} tokens and {self.budget[1]} tiles; an epoch has {about}"
-            f"{count(self.steps, 'steps')} of {count(self.packs_per_step, 'packs')} ({how}), "
+            f"packing: rows of {count(self.budget[0], 'tokens')} and {count(self.budget[1], 'tiles')}; "
+            f"an epoch has {about}{count(self.steps, 'steps')} of {count(self.packs_per_step, 'packs')} ({how}), "
             f"{self.steps_over_bound:.3f} times the least possible; "
-            f"{self.packs:,.0f} packs, {self.samples_per_pack:.1f} samples a pack, "
+            f"{count(round(self.packs), 'packs')}, {self.samples_per_pack:.1f} samples a pack, "
             f"token fill {self.token_fill:.1%}, tile fill {self.tile_fill:.1%}{even}"
         )
 
@@ -157,9 +157,11 @@ class PackingEstimate:
         if self.idle > IDLE and self.packs_per_step > 1:
             most = max(1, int(IDLE * self.packs))
             ranks = f" on {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+            packs, steps = round(self.packs), self.steps
             return (
-                f"the data is small for {self.packs_per_step:,} packs a step{ranks}: {self.packs:,.0f} packs make "
-                f"{self.steps:,} steps, in which {self.idle:.0%} of the places stay empty: lower ranks x "
+                f"the data is small for {count(self.packs_per_step, 'packs')} a step{ranks}: "
+                f"{count(packs, 'packs')} {'makes' if packs == 1 else 'make'} {count(steps, 'steps')}, "
+                f"in which {self.idle:.0%} of the places stay empty: lower ranks x "
                 f"--gradient_accumulation_steps x --per_device_train_batch_size to {most:,} or less, or lower "
                 "--max_packed_tokens"
             )
@@ -217,7 +219,7 @@ class RunEstimate:
         if self.first.exact:
             return f"counted for {count(len(self.epochs), 'epochs')}, estimated beyond"
         why = ", since images are fetched by address" if self.remote else ""
-        return f"estimated from {self.first.num_planned:,} samples{why}"
+        return f"estimated from {count(self.first.num_planned, 'samples')}{why}"
 
     def steps(self, epoch: int) -> int:
         """Optimizer steps of an epoch."""

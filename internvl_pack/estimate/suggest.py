@@ -18,6 +18,7 @@ import numpy as np
 
 from ..config import PackingConfig
 from ..errors import UserError
+from ..options import count
 from ..packing.cost import CostModel
 from .epochs import PackingEstimate
 from .simulate import LengthTable, report, simulate
@@ -126,8 +127,8 @@ def _reason(chosen: Trial, best: float, num_tokens: int, num_tiles: int) -> str:
     binds = "tokens" if report["token_fill"] >= report["tile_fill"] else "tiles"
     ratio = f"{num_tokens / num_tiles:,.0f} tokens a tile" if num_tiles else "text only"
     return (
-        f"the stream has {ratio}; at {chosen.max_tokens:,} tokens and {chosen.max_tiles} tiles {binds} bind and are "
-        f"{chosen.fill:.1%} full, an epoch has {report['steps']:,} steps and ranks are {report['rank_efficiency']:.1%} "
-        f"even: {chosen.worth:.1%} of it is of use, and no larger row gains more than "
+        f"the stream has {ratio}; at {chosen.max_tokens:,} tokens and {count(chosen.max_tiles, 'tiles')} {binds} "
+        f"bind and are {chosen.fill:.1%} full, an epoch has {count(report['steps'], 'steps')} and ranks are "
+        f"{report['rank_efficiency']:.1%} even: {chosen.worth:.1%} of it is of use, and no larger row gains more than "
         f"{max(0.0, best - chosen.worth):.1%}"
     )

@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 from ..errors import SampleError, UserError
+from ..options import count
 from ..records import Fragment, Record, Span, whole
 from .budget import Budget
 
@@ -73,7 +74,7 @@ def split(
     if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
         return [whole(position, record.num_tokens, record.num_tiles)]
     size = (
-        f"sample {record.sample_id} has {record.num_tokens} tokens and {record.num_tiles} tiles, "
+        f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}, "
         f"a pack holds {room} and {budget.max_tiles}"
     )
     if oversize == "drop":
@@ -97,8 +98,8 @@ def _fragments(
     if layout.largest_image_tokens > room or layout.largest_image_tiles > max_tiles:
         raise SampleError(
             "image_exceeds_budget",
-            f"sample {record.sample_id} has an image of {layout.largest_image_tokens} tokens and "
-            f"{layout.largest_image_tiles} tiles, a pack holds {room} and {max_tiles}",
+            f"sample {record.sample_id} has an image of {count(layout.largest_image_tokens, 'tokens')} and "
+            f"{count(layout.largest_image_tiles, 'tiles')}, a pack holds {room} and {max_tiles}",
         )
     prefix = 0
     if repeat_system_prompt and _can_repeat(record, layout, room):
@@ -139,9 +140,10 @@ def _tree_fragments(
     prefix, room = record.num_prefix_tokens, budget.max_segment_tokens
     lengths = [branch.num_tokens for branch in record.branches]
     longest = prefix + max(lengths)
-    size = f"sample {record.sample_id} has {record.num_tokens} tokens and {record.num_tiles} tiles"
+    size = f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}"
     if longest > min(room, max_segment_tokens or room) or record.num_tiles > budget.max_tiles:
-        size = f"sample {record.sample_id} has an answer of {longest} tokens with its prompt, {record.num_tiles} tiles"
+        tiles = count(record.num_tiles, "tiles")
+        size = f"sample {record.sample_id} has an answer of {longest:,} tokens with its prompt, {tiles}"
     elif record.num_tokens <= room:
         return [whole(position, record.num_tokens, record.num_tiles)]
     elif oversize in ("split", "truncate") and not record.is_pair:

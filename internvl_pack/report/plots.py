@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import UserError
 from ..estimate.epochs import PackingEstimate
 from ..estimate.stats import PADDED_BATCHES, Stats
+from ..options import count
 from ..packing.tally import FILL_BINS, quantile
 from . import page
 from .page import short
@@ -286,7 +287,7 @@ def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
         axes.plot([middle], [place], "o", color=t["ink"], markersize=4.5)
         about = "" if p.exact else "about "
         axes.annotate(
-            f"{about}{p.packs:,.0f} packs",
+            f"{about}{count(round(p.packs), 'packs')}",
             (1.02, place),
             xycoords=("axes fraction", "data"),
             va="center",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..options import count
 from .base import RawSample, Source
 from .image_refs import FileRef, FolderResolver, ImageRef, SliceRef
 from .meta import DatasetSpec, load_meta
@@ -43,7 +44,7 @@ def open_source(spec: DatasetSpec) -> Source:
     if spec.length is not None and spec.length != len(source):
         source.warnings = (
             *source.warnings,
-            f"{spec.meta_file or 'meta file'}: 'length' says {spec.length}, there are {len(source)} rows; "
+            f"{spec.meta_file or 'meta file'}: 'length' says {spec.length}, there are {count(len(source), 'rows')}; "
             "the real count is used",
         )
     source.log_warnings()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,6 +53,8 @@ _REFUSED_STARTS = {
     b"\xff\xfe": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
     b"\xfe\xff": "is UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
 }
+
+_LINES_OF_ARRAY = 'python -c "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))]"'
 
 
 class Part(NamedTuple):
@@ -284,7 +287,7 @@ def check_format(path: str, stamp: Stamp) -> None:
     if _is_array(lines, tail.rstrip(_BLANK), whole=len(head) == stamp.size):
         raise UserError(
             f"annotation {path} is a JSON array, not JSON lines: convert it with "
-            f"jq -c '.[]' {path} > {target} and name that file"
+            f"{_LINES_OF_ARRAY} {shlex.quote(path)} > {shlex.quote(target)} and name that file"
         )
     if lines[0].startswith(b"{") and lines[0].endswith((b"{", b"[")) and len(lines) > 1 and not _is_json(lines[1]):
         raise UserError(

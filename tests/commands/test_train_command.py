@@ -10,6 +10,8 @@ import pytest
 
 from internvl_pack.cli import main
 from internvl_pack.commands import train
+from internvl_pack.errors import UserError
+from train.options import Parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ["run.json", "--meta_path", "a.jsonl", "--nproc_x", "-1", "--bf16"]
@@ -21,7 +23,9 @@ def called(monkeypatch) -> list:
     found: list = []
 
     def import_module(name):
-        return SimpleNamespace(main=lambda words: found.append((name.rpartition(".")[2], list(words))) or 7)
+        return SimpleNamespace(
+            main=lambda *given: found.append((name.rpartition(".")[2], *map(list, given[:1]), *given[1:])) or 7
+        )
 
     monkeypatch.setattr(train, "import_module", import_module)
     monkeypatch.delenv("RANK", raising=False)
@@ -30,7 +34,7 @@ def called(monkeypatch) -> list:
 
 def test_one_process_trains_here(called):
     assert main(["train", *RUN]) == 7
-    assert called == [("finetune", RUN)]
+    assert called == [("finetune", RUN, "internvl-pack train")]
 
 
 def test_several_are_started_by_the_launcher(called):
@@ -42,7 +46,15 @@ def test_several_are_started_by_the_launcher(called):
 def test_a_process_that_torchrun_started_trains_itself(called, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--nproc", "4", *RUN]) == 7
-    assert called == [("finetune", RUN)]
+    assert called == [("finetune", RUN, "internvl-pack train")]
+
+
+def test_help_and_mistakes_name_the_command(called):
+    shown = Parser(train.PROGRAM).format_help()
+    assert shown.startswith("usage: internvl-pack train [--nproc N] [FILE.json|FILE.yaml]")
+    assert "finetune.py" not in shown
+    with pytest.raises(UserError, match="unknown option '--hepl': internvl-pack train --help lists them all"):
+        parse(["--hepl"], train.PROGRAM)
 
 
 def test_no_process_is_refused(called, capsys):

@@ -88,7 +88,7 @@ def test_images_are_looked_for_beside_the_file(folder):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("array.json", "is a JSON array.*jq"),
+        ("array.json", "is a JSON array.*json.load"),
         ("gone.jsonl", "does not exist"),
         ("shards/s-{0..2}.tar", "s-2.tar does not exist"),
         ("none", "is a folder without"),

@@ -245,7 +245,7 @@ def test_case_length_field_wrong(cases):
 
 def test_case_annotation_is_a_json_array(cases):
     (spec,) = load_meta(cases / "annotation_is_json_not_jsonl.json")
-    with pytest.raises(UserError, match=r"records_array\.json is a JSON array.*jq"):
+    with pytest.raises(UserError, match=r"records_array\.json is a JSON array.*json.load"):
         open_source(spec)
 
 

@@ -197,3 +197,20 @@ def test_push_to_hub_uploads_the_whole_output_folder(train, tmp_path, monkeypatc
     ((files, left_out),) = sent
     assert {"model.safetensors", "config.json", "tokenizer.json", "processor_config.json", "README.md"} <= files
     assert "checkpoint-*" in left_out
+
+
+def test_a_hub_out_of_reach_is_one_line_before_the_first_step(train, tmp_path, monkeypatch, capsys):
+    from huggingface_hub.errors import HfHubHTTPError
+
+    unreachable = next(kind for kind in HfHubHTTPError.__bases__ if not issubclass(kind, OSError))
+
+    class Hub:
+        def create_repo(self, name, **_):
+            raise unreachable("Name or service not known")
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    assert train("--use_packed_ds", "True", "--max_steps", "1", "--push_to_hub", "True") == 2
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if line.startswith("finetune: error")]
+    assert lines[-1] == line and "--push_to_hub True" in line and "Name or service not known" in line
+    assert not (tmp_path / "model.safetensors").exists()
