@@ -7,7 +7,7 @@
 
 --speed: forward and backward of the same rows and weights, compiled, without an optimizer; ways take turns in each
 repetition, the table has the median. Rows are of samples drawn from real_mix_a.csv, once as they are and once without
-images. "gw_hp" is torchao's recipe whose gradients of weights stay in bfloat16. Then
+images. Then
 
     errors        of each kind of layer's three products, as relative norms against float32 products of the same
                   factors, which a row gave in bfloat16; mean of the first, a middle and the last layer
@@ -17,8 +17,8 @@ images. "gw_hp" is torchao's recipe whose gradients of weights stay in bfloat16.
 --widths: the same for two layers of the widths of published language models, text alone.
 
 --gate: a model of width 2,048 from random weights, every tenth sample of the data held out. Seeds are of weights and
-order; fp8 has those of the first. It passes where fp8 is no farther from the same seed in bfloat16 than the seeds are
-from each other, in the mean loss of the last tenth of the steps and in that of the samples held out.
+order; recipes have those of the first. One passes where it is no farther from the same seed in bfloat16 than the seeds
+are from each other, in the mean loss of the last tenth of the steps and in that of the samples held out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,13 @@ from benchmarks.train_step import (
 from internvl_pack.model.attention import register_packed_attention, select_kernel
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
-from internvl_pack.model.fp8 import use_fp8
+from internvl_pack.model.fp8 import RECIPES, use_fp8
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.parts import decoder_layers
 from internvl_pack.model.vision import use_tile_attention
 
 ROOT = Path(__file__).resolve().parents[1]
-BFLOAT16, FP8, GW_HP = "bfloat16", "rowwise", "gw_hp"
-RECIPES = {FP8: "rowwise", GW_HP: "rowwise_with_gw_hp"}
+BFLOAT16 = "bfloat16"
 
 # Width, MLP's width, heads and key-value heads of language models: Qwen2.5-0.5B, 1.5B, 3B, 7B, 14B.
 WIDTHS = {
@@ -104,7 +104,7 @@ def make_ways(packed: PackedModel, names: Sequence[str], device: torch.device, b
     for name in names:
         ways[name] = twin(packed)
         if name in RECIPES:
-            use_fp8(ways[name], RECIPES[name], device)
+            use_fp8(ways[name], name, device)
         compile_blocks(ways[name], backend=backend)
     return ways
 
@@ -136,7 +136,7 @@ def compare_speed(
     flops = sum(flop_counts(next(iter(ways.values())).config).of(b) for b in batches)
     base = statistics.median(next(iter(seconds.values())))
     table = Table(
-        ("way", 12), ("useful tokens/s", 16), ("of the first", 13), ("spread", 7), ("peak GB", 8), ("MFU in bf16", 11)
+        ("way", 18), ("useful tokens/s", 16), ("of the first", 13), ("spread", 7), ("peak GB", 8), ("MFU in bf16", 11)
     )
     for name, times in seconds.items():
         median = statistics.median(times)
@@ -217,7 +217,8 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
         for name, way in ways.items():
             profile_way(name, way, fullest, device)
     layer_errors(packed, args.ways, device)
-    return 1 if FP8 in ways and isolation(FP8, ways[FP8], fullest, device) else 0
+    moved = [isolation(name, way, fullest, device) for name, way in ways.items() if name in RECIPES]
+    return 1 if any(moved) else 0
 
 
 # --- from which width on --------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def layer_errors(packed: PackedModel, names: Sequence[str], device: torch.device
     chosen = sorted({0, len(layers) // 2, len(layers) - 1})
     fp8 = {name: twin(packed) for name in names if name in RECIPES}
     for name, other in fp8.items():
-        use_fp8(other, RECIPES[name], device)
+        use_fp8(other, name, device)
     vocabulary = packed.config.get_text_config().vocab_size
     tokens = 64 if device.type == "cpu" else 4096
     lengths = [tokens // 2, tokens // 4, tokens // 4]
@@ -312,7 +313,7 @@ def layer_errors(packed: PackedModel, names: Sequence[str], device: torch.device
                 errors.setdefault((path.rpartition(".")[2], what, way), []).append(relative(value, expected[what]))
     ways = [BFLOAT16, *fp8]
     print(f"\nErrors of products against float32, a row of {tokens} tokens, mean of layers {chosen}")
-    table = Table(("layer", 10), ("product", 18), *((way, 12) for way in ways))
+    table = Table(("layer", 10), ("product", 18), *((way, 18) for way in ways))
     for kind in dict.fromkeys(path.rpartition(".")[2] for path in factors):
         for what in ("output", "gradient of input", "gradient of weight"):
             table.row(kind, what, *(f"{statistics.mean(errors[kind, what, way]):.2e}" for way in ways))
@@ -408,16 +409,19 @@ def gate(args: argparse.Namespace) -> int:
         work = Path(args.work or temporary)
         work.mkdir(parents=True, exist_ok=True)
         train_meta, held_out = split_data(Path(args.meta), work)
-        seen = {}
-        for seed, fp8 in (*((seed, False) for seed in GATE_SEEDS), (GATE_SEEDS[0], True)):
-            name = f"{'fp8' if fp8 else BFLOAT16} seed {seed}"
-            seen[name] = one_run(args, work, train_meta, held_out, seed, fp8)
-            if seen[name] is None:
-                return 1
-            took = time.perf_counter() - started
-            print(
-                f"    {name}: {seen[name]['last']:.4f}, held out {seen[name]['held_out']:.4f}; {took:.0f} s", flush=True
-            )
+        for seed in GATE_SEEDS:
+            make_gate_checkpoint(work / f"seed{seed}", args, seed)
+        runs = [(f"{BFLOAT16} {seed}", seed, None) for seed in GATE_SEEDS]
+        runs += [(recipe, GATE_SEEDS[0], recipe) for recipe in RECIPES]
+        with ThreadPoolExecutor(args.at_once) as pool:
+            results = pool.map(lambda run: one_run(args, work, train_meta, held_out, *run), runs)
+            seen = {}
+            for (name, *_), result in zip(runs, results, strict=True):
+                if result is None:
+                    return 1
+                seen[name] = result
+                took = time.perf_counter() - started
+                print(f"    {name}: {result['last']:.4f}, held out {result['held_out']:.4f}; {took:.0f} s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"steps": args.steps, "meta": Path(args.meta).name, "runs": seen}, indent=1))
     names, middle = list(seen), max(1, args.steps // 6)
@@ -428,15 +432,16 @@ def gate(args: argparse.Namespace) -> int:
     failed = 0
     for figure, what in (("last", f"the last {len_last(args.steps)} steps"), ("held_out", "the samples held out")):
         values = [seen[name][figure] for name in names]
-        own, fp8 = values[:-1], values[-1]
-        spread, apart = max(own) - min(own), abs(fp8 - own[0])
-        inside = "inside" if min(own) <= fp8 <= max(own) else "outside"
-        passes = apart <= spread
-        failed += not passes
-        print(
-            f"{what}: seeds {min(own):.4f} to {max(own):.4f} ({spread:.4f} apart); fp8 {fp8:.4f}, {inside} of them, "
-            f"{apart:.4f} from its seed: {'passes' if passes else 'FAILED'}"
-        )
+        own = values[: len(GATE_SEEDS)]
+        spread = max(own) - min(own)
+        print(f"{what}: seeds {min(own):.4f} to {max(own):.4f} ({spread:.4f} apart)")
+        for recipe, fp8 in zip(RECIPES, values[len(GATE_SEEDS) :], strict=True):
+            apart = abs(fp8 - own[0])
+            inside = "inside" if min(own) <= fp8 <= max(own) else "outside"
+            passes = apart <= spread
+            failed += not passes
+            verdict = "passes" if passes else "FAILED"
+            print(f"    {recipe}: {fp8:.4f}, {inside} of them, {apart:.4f} from its seed: {verdict}")
     return 1 if failed else 0
 
 
@@ -489,15 +494,19 @@ def write_gate_checkpoint(folder: Path, meta: Path, seed: int, device: torch.dev
     print(f"{versions(device)}; seed {seed}: {model.num_parameters() / 1e6:,.1f} M parameters", flush=True)
 
 
+def make_gate_checkpoint(checkpoint: Path, args: argparse.Namespace, seed: int) -> None:
+    """In a process that takes along what it holds of the device's memory."""
+    if not (checkpoint / "config.json").is_file():
+        command = [sys.executable, __file__, "--write_checkpoint", str(checkpoint), args.meta, str(seed), args.device]
+        subprocess.run(command, check=True)
+
+
 def one_run(
-    args: argparse.Namespace, work: Path, meta: Path, held_out: Path, seed: int, fp8: bool
+    args: argparse.Namespace, work: Path, meta: Path, held_out: Path, name: str, seed: int, recipe: str | None
 ) -> dict[str, Any] | None:
     """Losses of each step, their mean at the end, and that of the samples held out."""
     checkpoint, small = work / f"seed{seed}", args.device == "cpu"
-    if not (checkpoint / "config.json").is_file():
-        command = [sys.executable, __file__, "--write_checkpoint", str(checkpoint), str(meta), str(seed), args.device]
-        subprocess.run(command, check=True)
-    out = work / f"run_{'fp8' if fp8 else 'bf16'}_{seed}"
+    out = work / name.replace(" ", "_")
     shared = argparse.Namespace(
         device=args.device, meta=meta, workers=args.workers, budget=(512, 16) if small else (4096, 16)
     )
@@ -516,12 +525,10 @@ def one_run(
     }
     if small:
         options |= {"force_image_size": 56, "dataloader_num_workers": 0}
-    if fp8:
-        options["fp8"] = "rowwise"
+    if recipe:
+        options["fp8"] = recipe
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment.setdefault("OMP_NUM_THREADS", "1" if small else "8")
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(work / "compiled")
-    environment["TRITON_CACHE_DIR"] = str(work / "compiled" / "triton")
     if small:
         environment["DS_ACCELERATOR"] = "cpu"
     command = [
@@ -538,11 +545,9 @@ def one_run(
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
     evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    speeds = [entry["tokens_per_s_per_gpu"] for entry in history if "tokens_per_s_per_gpu" in entry]
     return {
         "last": statistics.mean(losses[-len_last(args.steps) :]),
         "held_out": evaluated[-1],
-        "tokens_per_s": statistics.median(speeds) if speeds else None,
         "losses": [round(loss, 5) for loss in losses],
     }
 
@@ -557,10 +562,10 @@ def main() -> int:
     )
     parser.add_argument("--speed", action="store_true", help="speed, memory, errors, isolation")
     parser.add_argument("--widths", action="store_true", help="speed by the width of the language model")
-    parser.add_argument("--gate", action="store_true", help="training runs in bfloat16 and in fp8")
+    parser.add_argument("--gate", action="store_true", help="training runs in bfloat16 and with each recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of --speed; default 8b8, on a CPU tiny")
-    parser.add_argument("--ways", nargs="+", choices=(BFLOAT16, FP8, GW_HP), default=[BFLOAT16, FP8, GW_HP])
+    parser.add_argument("--ways", nargs="+", choices=(BFLOAT16, *RECIPES), default=[BFLOAT16, *RECIPES])
     parser.add_argument("--kernel", default="auto", help="of attention")
     parser.add_argument("--tokens", type=int, default=50_000, help="of the samples drawn for --speed, about")
     parser.add_argument("--repeats", type=int, default=5)
@@ -570,6 +575,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300, help="of --gate")
     parser.add_argument("--learning_rate", type=float, default=3e-4, help="of --gate")
     parser.add_argument("--workers", type=int, default=8, help="of --gate: loader processes")
+    parser.add_argument("--at_once", type=int, default=1, help="of --gate: runs that share the GPU")
     parser.add_argument("--work", help="folder of --gate's runs, which stay there; default: thrown away")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/fp8_gate.json"), help="curves of --gate")
     args = parser.parse_args()

@@ -118,8 +118,9 @@ class ModelArguments:
     )
     fp8: str | None = option(
         None,
-        "Matrix products of the decoder layers in 8-bit floating point, by torchao: rowwise, with a scale for each "
-        "token, so that samples of a pack stay apart. Slower than bfloat16 where it was measured. Default: not.",
+        "Matrix products of the decoder layers in 8-bit floating point, by torchao, with a scale for each token, so "
+        "that samples of a pack stay apart: rowwise for all of them, rowwise_with_gw_hp leaves gradients of weights "
+        "in bfloat16. Default: not.",
         choices=RECIPES,
         page="performance.md#fp8",
     )

@@ -2,9 +2,10 @@
 
 Three products belong to a linear layer: its output, the gradient of its input and the gradient of its weight. With
 `rowwise` both factors of each are rounded to e4m3 just before it, with a scale for each row of the one and each column
-of the other; sums are bfloat16's. A token's output and gradient then depend on its own scale and the weight's alone, so
-samples of a pack stay apart. One scale for a whole tensor would couple them: an outlier in one sample would round its
-neighbours. It is not offered.
+of the other; sums are bfloat16's. With `rowwise_with_gw_hp` the gradient of the weight stays in bfloat16, and for that
+of the input the weight has one scale. Either way a token's output and gradient depend on its own scale and the weight's
+alone, so samples of a pack stay apart. One scale for all tokens would couple them: an outlier in one sample would round
+its neighbours. It is not offered.
 
 The weights stay what they are: optimizer, ZeRO and checkpoints see ordinary parameters under their names. The head, the
 vision tower, the projector and LoRA's own matrices are left alone.
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECIPES = ("rowwise",)  # torchao's names
+RECIPES = ("rowwise", "rowwise_with_gw_hp")  # torchao's names
 
 MULTIPLE = 16  # of both sizes of a weight, and of the tokens of a row
 CAPABILITY = (8, 9)  # of the first GPUs with products in 8 bit

@@ -27,7 +27,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.build import build_model
 from internvl_pack.model.compiled import compile_blocks
-from internvl_pack.model.fp8 import MULTIPLE, check_fp8, fill_row, use_fp8, why_slower
+from internvl_pack.model.fp8 import MULTIPLE, RECIPES, check_fp8, fill_row, use_fp8, why_slower
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.parallel.slices import RowSlice
@@ -39,9 +39,9 @@ Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def in_fp8(tokenizer, **settings) -> PackedModel:
+def in_fp8(tokenizer, recipe: str = "rowwise", **settings) -> PackedModel:
     packed = tiny_packed(tokenizer, **settings)
-    use_fp8(packed, "rowwise", "cpu")
+    use_fp8(packed, recipe, "cpu")
     return packed
 
 
@@ -107,14 +107,15 @@ def test_gpus_and_precisions(monkeypatch, capability, dtype, message):
 
 
 def test_scales_of_whole_tensors_are_not_offered():
-    with pytest.raises(UserError, match="--fp8 tensorwise is unknown: use rowwise"):
+    with pytest.raises(UserError, match="--fp8 tensorwise is unknown: use rowwise or rowwise_with_gw_hp"):
         check_fp8("tensorwise", "cpu", torch.bfloat16)
 
 
 # --- how far off
 
 
-def test_products_are_off_by_the_rounding_of_their_factors():
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_off_by_the_rounding_of_their_factors(recipe):
     """Against products of factors that are rounded here, by the definition of the format."""
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(64, 48, bias=True)
@@ -123,13 +124,13 @@ def test_products_are_off_by_the_rounding_of_their_factors():
     x.requires_grad_()
     upstream = torch.randn(32, 48, generator=generator)
 
-    def rounded(values: torch.Tensor, dim: int) -> torch.Tensor:
+    def rounded(values: torch.Tensor, dim: int | tuple[int, int]) -> torch.Tensor:
         largest = values.abs().amax(dim, keepdim=True)
         scale = torch.exp2(torch.floor(torch.log2(448 / largest)))  # 448 is the largest e4m3
         return (values * scale).to(torch.float8_e4m3fn).float() / scale
 
     holder = nn.ModuleList([copy.deepcopy(layer)])
-    config = replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     float8.convert_to_float8_training(holder, config=config)
     output = holder[0](x)
     output.backward(upstream)
@@ -141,14 +142,18 @@ def test_products_are_off_by_the_rounding_of_their_factors():
         "input": (x.grad, rounded(upstream, 1) @ rounded(weight, 0)),
         "weight": (holder[0].weight.grad, rounded(upstream, 0).T @ rounded(factors, 0)),
     }
+    if recipe == "rowwise_with_gw_hp":
+        expected["input"] = (x.grad, rounded(upstream, 1) @ rounded(weight, (0, 1)))
+        expected["weight"] = (holder[0].weight.grad, upstream.T @ factors)
     for name, (got, reference) in expected.items():
         assert relative_error(got, reference) < 1e-6, name
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_pack_is_off_by_a_few_percent_and_each_gradient_by_a_fraction(tokenizer, checkpointing):
+def test_a_pack_is_off_by_a_few_percent_and_each_gradient_by_a_fraction(tokenizer, checkpointing, recipe):
     batch = packed_batch(mixed_segments(tokenizer))
-    plain, packed = tiny_packed(tokenizer), in_fp8(tokenizer)
+    plain, packed = tiny_packed(tokenizer), in_fp8(tokenizer, recipe)
     if checkpointing:
         packed.gradient_checkpointing_enable()
     for model in (plain, packed):
@@ -179,11 +184,11 @@ def in_place_of_words(sample, token: int):
     return replace(sample, input_ids=np.where(image, sample.input_ids, token).astype(np.int32))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "tensorwise"])
 def test_a_changed_sample_leaves_the_others_bit_for_bit(tokenizer, recipe):
     """And would not with a scale for the whole tensor, which is why that is not offered."""
     packed = in_bfloat16(tiny_packed(tokenizer)).eval()
-    if recipe == "rowwise":
+    if recipe in RECIPES:
         use_fp8(packed, recipe, "cpu")
     else:
         config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
@@ -198,7 +203,7 @@ def test_a_changed_sample_leaves_the_others_bit_for_bit(tokenizer, recipe):
     after = segment_logits(packed, segments)
     moved = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
     assert moved[changed]
-    assert sum(moved) == 1 if recipe == "rowwise" else sum(moved) > 1
+    assert sum(moved) == 1 if recipe in RECIPES else sum(moved) > 1
 
 
 def test_the_check_before_training_passes(tokenizer):
@@ -271,9 +276,10 @@ def test_a_row_is_filled_up_to_what_products_take(rows, tokens, filled):
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_and_are_compiled_once(tokenizer):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_give_the_same_and_are_compiled_once(tokenizer, recipe):
     torch._dynamo.reset()
-    packed, plain = in_fp8(tokenizer), in_fp8(tokenizer)
+    packed, plain = in_fp8(tokenizer, recipe), in_fp8(tokenizer, recipe)
     counter = CompileCounterWithBackend("aot_eager")
     compile_blocks(packed, backend=counter)
     counts = []
