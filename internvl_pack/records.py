@@ -85,6 +85,9 @@ class Fragment(NamedTuple):
     A part of a sample (`count` above 1) lies in the sample's spans [span_start, span_stop), which have `span_tokens`
     tokens, `span_offset` of them before the part's own: enough to encode it without the rest of the sample.
     `num_loss_tokens` are the supervised ones of the whole sample, which weigh its tokens in the loss.
+
+    Of a tree it has `num_branches` of the branches. Each alone, they would take `num_saved_tokens` more, and
+    `num_unseen_pairs` pairs of its tokens (a, b) do not see each other: those of different branches, both orders.
     """
 
     position: int
@@ -101,6 +104,9 @@ class Fragment(NamedTuple):
     span_offset: int = 0
     span_tokens: int = 0
     num_loss_tokens: int = 0
+    num_branches: int = 0
+    num_saved_tokens: int = 0
+    num_unseen_pairs: int = 0
 
     @property
     def num_tokens(self) -> int:

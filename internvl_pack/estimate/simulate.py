@@ -19,7 +19,7 @@ from ..packing.cost import CostModel
 from ..packing.tally import quantile
 from ..records import Span
 from ..survey.survey import PART, Part, Survey
-from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, Note
+from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, TREE, Note
 from .epochs import PackingEstimate, Spread, estimate_spread
 
 TOKENS_A_TILE = 256
@@ -35,7 +35,8 @@ class LengthTable:
     Args:
         tokens, tiles: int64 (rows,).
         images: int64 (rows,), 0 where not known; None where notes have it.
-        note: of a row that may have to be cut, or is refused.
+        note: of a row that may have to be cut, is a tree, or is refused.
+        trees: bool (rows,), which rows are trees; None where there is none.
         order: int64 (samples,), which row stands at each position; None takes them as they come.
     """
 
@@ -46,10 +47,12 @@ class LengthTable:
         images: np.ndarray | None = None,
         *,
         note: Callable[[int], Note | None] | None = None,
+        trees: np.ndarray | None = None,
         order: np.ndarray | None = None,
     ) -> None:
         self.tokens, self.tiles, self.images = tokens, tiles, images
         self._note = note or self._spread
+        self._trees = trees
         self._order = order
 
     def __len__(self) -> int:
@@ -65,7 +68,7 @@ class LengthTable:
             raise UserError("--samples: there are no lengths to draw from")
         places = np.random.default_rng(seed).integers(0, len(self), num_samples)
         order = places if self._order is None else self._order[places]
-        return LengthTable(self.tokens, self.tiles, self.images, note=self._note, order=order)
+        return LengthTable(self.tokens, self.tiles, self.images, note=self._note, trees=self._trees, order=order)
 
     def sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 (samples,) tokens and tiles in the order of the epoch."""
@@ -75,7 +78,8 @@ class LengthTable:
         start, stop = number * PART, min((number + 1) * PART, len(self))
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         tokens, tiles = self.tokens[rows], self.tiles[rows]
-        return Part(np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows))
+        trees = frozenset() if self._trees is None else frozenset(np.flatnonzero(self._trees[rows]).tolist())
+        return Part(np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows), trees)
 
     def sample_id(self, dataset: int, row: int) -> str:
         return f"row {row + 1}"
@@ -126,7 +130,7 @@ def surveyed_lengths(survey: Survey, mixture: Mixture) -> LengthTable:
         found = survey.tables[dataset].note(row - int(starts[dataset]))
         return found if found is None or (found.error is not None) == (verdicts[row] == REFUSED) else None
 
-    return LengthTable(tokens, tiles, note=note, order=starts[datasets] + rows)
+    return LengthTable(tokens, tiles, note=note, trees=verdicts == TREE, order=starts[datasets] + rows)
 
 
 def report(epoch: PackingEstimate) -> dict[str, int | float]:

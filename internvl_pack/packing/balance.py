@@ -72,9 +72,9 @@ class Balance:
         self.figures = dict.fromkeys(self.FIGURES, 0)
         self.figures["tokens_bind"] = 1
 
-    def square(self, num_tokens: int) -> int:
-        """Attention's cost of a segment, in units."""
-        return self._attention * num_tokens * num_tokens // self._token
+    def square(self, num_pairs: int) -> int:
+        """Attention's cost of a segment, in units, by its squared length or what a tree has of it (cost.py)."""
+        return self._attention * num_pairs // self._token
 
     def cost(self, num_tokens: int, num_tiles: int, squares: int) -> int:
         """The cost of a pack, in units."""

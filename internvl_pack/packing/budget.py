@@ -16,7 +16,8 @@ class Budget:
     Args:
         max_tokens: tokens of a row (`max_packed_tokens`).
         max_tiles: rows of `pixel_values`, thumbnails included (`num_images_expected`). 0 packs text only.
-        max_attention_cost: sum over the segments of length squared (aligned lengths), or None for no limit.
+        max_attention_cost: sum over the segments of length squared (aligned lengths; of trees as in cost.py), or None
+            for no limit.
         pad_to_multiple_of: every segment's length is rounded up to a multiple of this, as context
             parallelism needs, and the rounded lengths are what `max_tokens` limits.
 

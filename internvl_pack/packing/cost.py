@@ -2,6 +2,9 @@
 
     cost of a pack = token * tokens + attention * sum(length ** 2) + tile * tiles
 
+Of a prefix tree, whose branches of a_i tokens see the prefix of p and themselves, length ** 2 is
+p ** 2 + sum(a_i * (2 * p + a_i)): the square of all its tokens less those pairs that are of different branches.
+
 Only ratios between packs matter to the packer (ranks wait for the dearest pack of a step), so the model
 counts matrix products and leaves out what is small or the same for every pack: norms, activations,
 optimizer. Forward and backward together are three times the forward pass.
@@ -35,13 +38,14 @@ class CostModel:
     attention: int
     tile: int
 
-    def of(self, num_tokens: Any, num_tiles: Any) -> Any:
-        """The cost of one segment; arrays give an array."""
-        return num_tokens * (self.token + self.attention * num_tokens) + self.tile * num_tiles
+    def of(self, num_tokens: Any, num_tiles: Any, num_unseen_pairs: Any = 0) -> Any:
+        """The cost of one segment, or of one tree with its `num_unseen_pairs`; arrays give an array."""
+        square = num_tokens * num_tokens - num_unseen_pairs
+        return num_tokens * self.token + self.attention * square + self.tile * num_tiles
 
-    def of_pack(self, segments: Iterable[tuple[int, int]]) -> int:
-        """The cost of a pack given as (tokens, tiles) of its segments."""
-        return sum(self.of(tokens, tiles) for tokens, tiles in segments)
+    def of_pack(self, segments: Iterable[tuple[int, ...]]) -> int:
+        """The cost of a pack given as (tokens, tiles) of its segments, of trees (tokens, tiles, unseen pairs)."""
+        return sum(self.of(*segment) for segment in segments)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CostModel:

@@ -41,7 +41,7 @@ def first_fit_shuffle(fragments: Sequence[Fragment], budget: Budget) -> list[lis
         if not budget.fits(fragment.num_tokens, fragment.num_tiles):
             raise ValueError(f"a fragment of {fragment.num_tokens} tokens and {fragment.num_tiles} tiles fits nowhere")
         length = budget.aligned(fragment.num_tokens)
-        cost = length**2 if budget.max_attention_cost is not None else 0
+        cost = length**2 - fragment.num_unseen_pairs if budget.max_attention_cost is not None else 0
         needs = (length, fragment.num_tiles, cost)
         pack = room.first_with(needs)
         if pack is None:

@@ -41,6 +41,9 @@ class Packable(Protocol):
     def num_tiles(self) -> int: ...
 
     @property
+    def num_unseen_pairs(self) -> int: ...
+
+    @property
     def key(self) -> tuple[Hashable, ...]: ...
 
 
@@ -71,7 +74,7 @@ class Packer(Generic[Item]):
         self._policy = find_policy(policy)
         self._balance = Balance(budget, cost or CostModel.from_name("1B"))
         self._items: list[Item] = []
-        self._waiting = Waiting([], [], [])
+        self._waiting = Waiting([], [], [], [])
         self._born: list[int] = []  # packs that had been built when each item came
         self._tokens = self._tiles = 0  # that wait, aligned
 
@@ -104,12 +107,14 @@ class Packer(Generic[Item]):
                 f"a pack holds {self.budget.max_segment_tokens} and {self.budget.max_tiles}",
             )
         tokens = self.budget.aligned(num_tokens)
-        square = self._balance.square(tokens)
+        pairs = tokens * tokens - item.num_unseen_pairs
+        square = self._balance.square(pairs)
         self._balance.add(tokens, num_tiles, square)
         self._items.append(item)
         self._waiting.tokens.append(tokens)
         self._waiting.tiles.append(num_tiles)
         self._waiting.squares.append(square)
+        self._waiting.pairs.append(pairs)
         self._born.append(self.num_built)
         self._tokens += tokens
         self._tiles += num_tiles
@@ -117,10 +122,10 @@ class Packer(Generic[Item]):
     def pop(self) -> tuple[int, list[Item]]:
         """(cost, fragments) of the next pack, the fragments in the order in which they came; something must wait."""
         waiting = self._waiting
-        goal = self._balance.goal(self.num_built, *waiting, self._born, self.buffer_size, last=not self.full)
+        goal = self._balance.goal(self.num_built, *waiting[:3], self._born, self.buffer_size, last=not self.full)
         places = sorted(self._policy(waiting, self.budget, self._balance, goal))
         assert places, "a policy must take something"
-        sums = [sum(column[place] for place in places) for column in waiting]
+        sums = [sum(column[place] for place in places) for column in waiting[:3]]
         assert sums[0] <= self.budget.max_tokens and sums[1] <= self.budget.max_tiles, "a pack over its budget"
         pack = [self._items[place] for place in places]
         for column in (self._items, self._born, *waiting):
@@ -143,7 +148,9 @@ class Packer(Generic[Item]):
         assert all(isinstance(n, int) for n in numbers), "figures are whole numbers"
         self._items = list(waiting)
         tokens = [self.budget.aligned(item.num_tokens) for item in waiting]
-        self._waiting = Waiting(tokens, [item.num_tiles for item in waiting], [self._balance.square(n) for n in tokens])
+        pairs = [n * n - item.num_unseen_pairs for n, item in zip(tokens, waiting, strict=True)]
+        tiles = [item.num_tiles for item in waiting]
+        self._waiting = Waiting(tokens, tiles, list(map(self._balance.square, pairs)), pairs)
         self._tokens, self._tiles = sum(tokens), sum(self._waiting.tiles)
         self._born = list(state["born"])
         self.num_built = state["built"]

@@ -36,11 +36,19 @@ GAP = 1000  # parts of the token budget: a smaller gap is not worth an exchange
 
 
 class Waiting(NamedTuple):
-    """The records that wait, oldest first: parallel lists of aligned tokens, tiles and attention cost."""
+    """The records that wait, oldest first, as parallel lists.
+
+    Attributes:
+        tokens: aligned.
+        tiles: as they are.
+        squares: attention's cost, by `Balance.square`.
+        pairs: squared aligned tokens; of a tree without the pairs of different branches.
+    """
 
     tokens: list[int]
     tiles: list[int]
     squares: list[int]
+    pairs: list[int]
 
 
 # (waiting, budget, balance, goal) -> places of the pack's records; not empty, each once, within the budget.
@@ -76,7 +84,7 @@ class _Pack:
     def __init__(self, waiting: Waiting, budget: Budget) -> None:
         self.waiting, self.budget = waiting, budget
         self.places: list[int] = []
-        self.tokens = self.tiles = self.squares = self.attention = 0
+        self.tokens = self.tiles = self.squares = self.pairs = 0
         self.takes_tiles = True  # False: it has as many as it should, and is filled with text at most
 
     def fits(self, place: int) -> bool:
@@ -84,7 +92,7 @@ class _Pack:
         return (
             self.tokens + tokens <= self.budget.max_tokens
             and self.tiles + self.waiting.tiles[place] <= self.budget.max_tiles
-            and (limit is None or self.attention + tokens * tokens <= limit)
+            and (limit is None or self.pairs + self.waiting.pairs[place] <= limit)
         )
 
     def sizes_that_fit(self, places: list[int]) -> tuple[int, int] | None:
@@ -96,7 +104,7 @@ class _Pack:
         tiles = sum(map(self.waiting.tiles.__getitem__, places))
         if self.tiles + tiles > self.budget.max_tiles:
             return None
-        if limit is not None and self.attention + sum(tokens[p] ** 2 for p in places) > limit:
+        if limit is not None and self.pairs + sum(map(self.waiting.pairs.__getitem__, places)) > limit:
             return None
         return added, tiles
 
@@ -106,7 +114,7 @@ class _Pack:
         self.tokens += tokens
         self.tiles += self.waiting.tiles[place]
         self.squares += self.waiting.squares[place]
-        self.attention += tokens * tokens
+        self.pairs += self.waiting.pairs[place]
 
     def rest(self) -> list[int]:
         """Places that are not in the pack, oldest first."""
@@ -183,7 +191,7 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
 
 def _top_up(pack: _Pack) -> None:
     """Put in whatever still fits, oldest first."""
-    tokens, tiles, _ = pack.waiting
+    tokens, tiles, *_ = pack.waiting
     taken = set(pack.places)
     room_tokens = pack.budget.max_tokens - pack.tokens
     room_tiles = pack.budget.max_tiles - pack.tiles if pack.takes_tiles else 0
@@ -222,7 +230,7 @@ def _fill_by_size(pack: _Pack) -> None:
 
 def _fill_by_search(pack: _Pack, balance: Balance, goal: Goal) -> None:
     """Put in the fullest subset of what waits whose cost is nearest to the goal's."""
-    tokens, tiles, _ = pack.waiting
+    tokens, tiles, *_ = pack.waiting
     room_tokens = pack.budget.max_tokens - pack.tokens
     wanted, room_tiles = _wanted(pack, balance, goal)
     candidates = [p for p in pack.rest() if tokens[p] <= room_tokens and tiles[p] <= room_tiles][:SEARCHED]

@@ -17,7 +17,8 @@ permitted cut.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from ..errors import SampleError, UserError
 from ..options import count
@@ -145,29 +146,30 @@ def _tree_fragments(
         tiles = count(record.num_tiles, "tiles")
         size = f"sample {record.sample_id} has an answer of {longest:,} tokens with its prompt, {tiles}"
     elif record.num_tokens <= room:
-        return [whole(position, record.num_tokens, record.num_tiles)]
+        found = whole(position, record.num_tokens, record.num_tiles)
+        return [found._replace(**_shared(prefix, lengths))]
     elif oversize in ("split", "truncate") and not record.is_pair:
-        ends, at, used = [0], prefix, prefix
+        parts: list[list[int]] = [[]]
         for length in lengths:
-            if used + length > room:
-                ends.append(at)
-                used = prefix
-            at += length
-            used += length
-        ends.append(at)
+            if prefix + sum(parts[-1]) + length > room:
+                parts.append([])
+            parts[-1].append(length)
+        ends = [0, *accumulate(map(sum, parts), initial=prefix)]
+        del ends[1]  # the first part begins with the prefix
         return [
             Fragment(
                 position,
                 index,
-                len(ends) - 1,
+                len(parts),
                 start,
                 stop,
                 0,
                 record.num_tiles,
                 num_prefix_tokens=prefix if index else 0,
                 num_loss_tokens=record.num_loss_tokens,
+                **_shared(prefix, part),
             )
-            for index, (start, stop) in enumerate(pairwise(ends))
+            for index, (part, (start, stop)) in enumerate(zip(parts, pairwise(ends), strict=True))
         ]
     limits = f"a pack holds {room} and {budget.max_tiles}"
     if max_segment_tokens is not None:
@@ -175,6 +177,15 @@ def _tree_fragments(
     if oversize == "error":
         raise SampleError("oversized_error", f"{size}, {limits}: raise the budget, or set oversize to drop")
     raise SampleError("oversized_dropped", f"{size}, {limits}" + (": a pair is not cut" if record.is_pair else ""))
+
+
+def _shared(prefix: int, branches: Sequence[int]) -> dict[str, int]:
+    """What a `Fragment` says of these branches, lengths of tokens, after a prefix."""
+    return {
+        "num_branches": len(branches),
+        "num_saved_tokens": prefix * (len(branches) - 1),
+        "num_unseen_pairs": sum(branches) ** 2 - sum(n * n for n in branches),
+    }
 
 
 class _Layout:

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..ledger import Ledger
 from ..order.permutation import derive_seed
 from ..records import Fragment
-from .packed_state import FRAGMENT_FIELDS, check_whole_numbers, fragment_table, fragments_of, split_like
+from .packed_state import FRAGMENT_FIELDS, check_whole_numbers, fragment_table, fragments_of, narrowed, split_like
 from .sequence import PackSequence, PlannedPack, Refused
 
 GROUPS = 24
@@ -143,7 +143,7 @@ class StepPlan:
             "ledger": self.ledger.state_dict(),
             "sequence": self._sequence.state_dict(),
             "pool": np.array(packs, np.int64).reshape(-1, 4),
-            "pooled": np.concatenate([nothing, *(pooled.fragments for pooled in self._pool)]),
+            "pooled": narrowed(np.concatenate([nothing, *(pooled.fragments for pooled in self._pool)])),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

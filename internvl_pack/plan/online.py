@@ -19,7 +19,7 @@ from ..packing.cost import CostModel
 from ..packing.packer import Packer
 from ..records import Fragment, whole
 from ..survey.survey import PART, Part
-from .packed_state import fragment_table, fragments_of
+from .packed_state import fragment_table, fragments_of, narrowed
 from .sequence import PlannedPack, Refused
 
 # Rows of one dataset, all bad: nothing in it can be used.
@@ -69,7 +69,8 @@ class SampleReader:
             for place in range(offset, len(tokens)):
                 position = self.cursor
                 self.cursor += 1
-                if tokens[place] and tokens[place] <= room.max_tokens and tiles[place] <= room.max_tiles:
+                fits = tokens[place] and tokens[place] <= room.max_tokens and tiles[place] <= room.max_tiles
+                if fits and place not in part.trees:
                     fragments = [whole(position, tokens[place], tiles[place])]
                 else:
                     found = self._cut(part, place, position)
@@ -81,7 +82,7 @@ class SampleReader:
                 yield fragments
 
     def _cut(self, part: Part, place: int, position: int) -> list[Fragment] | None:
-        """The fragments of a sample that does not fit into a pack; None where it is refused."""
+        """The fragments of a tree, or of a sample that does not fit into a pack; None where it is refused."""
         try:
             return part.cut(place, position, self._survey.sample_id, self._config)
         except SampleError as error:
@@ -168,7 +169,7 @@ class OnlinePacks(SampleReader):
     def state_dict(self) -> dict[str, Any]:
         return {
             "reader": self._reader_state(),
-            "waiting": fragment_table(self._packer.waiting),
+            "waiting": narrowed(fragment_table(self._packer.waiting)),
             "packer": self._packer.state_dict(),
         }
 
@@ -186,8 +187,9 @@ class OnlinePacks(SampleReader):
 
     def _holds(self, pack: Sequence[Fragment]) -> bool:
         budget, lengths = self.budget, [self.budget.aligned(fragment.num_tokens) for fragment in pack]
+        pairs = sum(n * n for n in lengths) - sum(fragment.num_unseen_pairs for fragment in pack)
         return (
             sum(lengths) <= budget.max_tokens
             and sum(fragment.num_tiles for fragment in pack) <= budget.max_tiles
-            and sum(n * n for n in lengths) <= (budget.max_attention_cost or sum(lengths) ** 2)
+            and pairs <= (budget.max_attention_cost or pairs)
         )

@@ -13,6 +13,8 @@ from ..errors import UserError
 from ..records import Fragment
 
 FRAGMENT_FIELDS = len(Fragment._fields)
+TREE_FIELDS = ("num_branches", "num_saved_tokens", "num_unseen_pairs")  # the last ones, which plain samples lack
+PLAIN_FIELDS = FRAGMENT_FIELDS - len(TREE_FIELDS)
 
 
 def fragment_table(fragments: Sequence[Fragment]) -> np.ndarray:
@@ -20,8 +22,13 @@ def fragment_table(fragments: Sequence[Fragment]) -> np.ndarray:
     return np.array(fragments, np.int64).reshape(len(fragments), FRAGMENT_FIELDS)
 
 
+def narrowed(table: np.ndarray) -> np.ndarray:
+    """A `fragment_table` without TREE_FIELDS where no fragment has them: what is saved of plain samples."""
+    return table if table[:, PLAIN_FIELDS:].any() else table[:, :PLAIN_FIELDS]
+
+
 def fragments_of(table: np.ndarray) -> list[Fragment]:
-    """The fragments of `fragment_table`."""
+    """The fragments of `fragment_table`, or of a table that was narrowed."""
     return [Fragment(*row) for row in table.tolist()]
 
 

@@ -36,6 +36,7 @@ from .preset import (
     PRESET,
     REFUSED,
     REFUSED_COLUMNS,
+    TREE_COLUMNS,
     VERSION,
     Preset,
     data_facts,
@@ -121,7 +122,8 @@ class OfflinePacks(SampleReader):
             fragments = packs[order[number]]
             tokens = [budget.aligned(fragment.num_tokens) for fragment in fragments]
             tiles = sum(fragment.num_tiles for fragment in fragments)
-            pack_cost = balance.cost(sum(tokens), tiles, sum(map(balance.square, tokens)))
+            pairs = (n * n - fragment.num_unseen_pairs for n, fragment in zip(tokens, fragments, strict=True))
+            pack_cost = balance.cost(sum(tokens), tiles, sum(map(balance.square, pairs)))
             yield PlannedPack(number, pack_cost, tuple(fragments))
 
 
@@ -137,6 +139,7 @@ class _Writer:
         self._survey, self._samples, self._config, self._policy = survey, survey.samples, config, policy
         self._cost = CostModel.from_name(config.cost_model)
         self._budget = config.budget()
+        self._columns = PACK_COLUMNS | (TREE_COLUMNS if survey.has_trees() else {})
         self._paths = [out / f"{name}.part" for name in (PACKS, REFUSED)]
         self.packs: list[int] = []
         self.cut_off: list[int] = []
@@ -145,7 +148,7 @@ class _Writer:
     def write(self, epochs: int) -> Iterator[int]:
         """Write all epochs; yields positions planned since the last yield."""
         with (
-            RowWriter(self._paths[0], PACK_COLUMNS, PACKS_PER_GROUP) as packs,
+            RowWriter(self._paths[0], self._columns, PACKS_PER_GROUP) as packs,
             RowWriter(self._paths[1], REFUSED_COLUMNS, 1 << 16) as refused,
         ):
             for epoch in range(epochs):

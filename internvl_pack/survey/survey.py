@@ -33,6 +33,7 @@ from .table import (
     MISSING,
     PLAIN,
     REFUSED,
+    TREE,
     Lengths,
     Measured,
     Note,
@@ -55,7 +56,8 @@ class Part:
     Attributes:
         datasets, rows: where they stand; int64 (n,).
         tokens, tiles: their sizes; int64 (n,), 0 where refused.
-        notes: by offset: of rows that must be cut, and of rows that are refused.
+        notes: by offset: of rows that must be cut, of trees, and of rows that are refused.
+        trees: their offsets.
     """
 
     datasets: np.ndarray
@@ -63,6 +65,7 @@ class Part:
     tokens: np.ndarray
     tiles: np.ndarray
     notes: Mapping[int, Note] = field(default_factory=dict)
+    trees: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, datasets: np.ndarray, rows: np.ndarray) -> Part:
@@ -71,7 +74,7 @@ class Part:
         return cls(datasets, rows, nothing, nothing)
 
     def cut(self, offset: int, position: int, sample_id: SampleId, config: PackingConfig) -> list[Fragment]:
-        """The fragments of a sample that does not fit into a pack, at `position` of its epoch.
+        """The fragments of a tree, or of a sample that does not fit into a pack, at `position` of its epoch.
 
         Raises:
             SampleError: it was refused, or is by `oversize`.
@@ -174,7 +177,8 @@ class Survey:
         if look_again:
             apart = np.array([spec.shards is None for spec in self.samples.specs])
             verdicts[apart[part.datasets] & (tiles > 0)] = MISSING
-        noted = (verdicts == REFUSED) | ((verdicts == CUTTABLE) & ~self.room.holds(tokens, tiles))
+        noted = (verdicts == REFUSED) | (verdicts == TREE)
+        noted |= (verdicts == CUTTABLE) & ~self.room.holds(tokens, tiles)
         notes: dict[int, Note] = {}
         new: dict[int, list[tuple[int, Measured]]] = {}
         for offset in np.flatnonzero(noted | (verdicts == MISSING)).tolist():
@@ -190,7 +194,7 @@ class Survey:
                 notes[offset] = one.note
         for dataset, found in new.items():
             self.tables[dataset].put(*zip(*found, strict=True))
-        return Part(part.datasets, part.rows, tokens, tiles, notes)
+        return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes))
 
     def measure(self, dataset: int, row: int) -> tuple[Measured, Encoded | None]:
         """Read and encode one row, without pixels. The encoded sample is None where the row is refused."""
@@ -225,6 +229,10 @@ class Survey:
         """Rows that need not be measured again."""
         return sum(table.num_known for table in self.tables)
 
+    def has_trees(self) -> bool:
+        """Whether a row that is known is a prefix tree."""
+        return any(TREE in verdicts for table in self.tables for verdicts in table.verdicts())
+
     def forget_refusals(self) -> None:
         """Try rows again that an earlier run refused; before any reader of this run begins."""
         for table in self.tables:
@@ -255,4 +263,8 @@ def _unpacked(part: Part, payload: bytes) -> Part:
     tokens = np.frombuffer(data, "<u4", n).astype(np.int64)
     tiles = np.frombuffer(data, "<u2", n, 4 * n).astype(np.int64)
     notes = {int(offset): Note.from_json(text) for offset, text in json.loads(data[6 * n :]).items()}
-    return Part(part.datasets, part.rows, tokens, tiles, notes)
+    return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes))
+
+
+def _trees(notes: Mapping[int, Note]) -> frozenset[int]:
+    return frozenset(offset for offset, note in notes.items() if note.branches)

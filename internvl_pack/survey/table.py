@@ -3,7 +3,8 @@
     <root>/<dataset>-<key>/
         about.json      what the lengths depend on: the data's content, the encoding options
         lengths.npy     uint64 (rows,), mapped into memory and written in place by any process, row by row
-        notes.sqlite    rows of which eight bytes do not say all: where they may be cut, or why they cannot be used
+        notes.sqlite    rows of which eight bytes do not say all: where they may be cut, a tree's branches, or why they
+                    cannot be used
 
 An entry holds all there is to say of an ordinary row:
 
@@ -26,7 +27,7 @@ import shutil
 import sqlite3
 import tempfile
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -39,8 +40,8 @@ from ..records import Branch, Record, Span
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
-MISSING, PLAIN, CUTTABLE, REFUSED = range(4)
+VERSION = 3
+MISSING, PLAIN, CUTTABLE, REFUSED, TREE = range(5)
 MAX_TOKENS = (1 << 24) - 1
 MAX_TILES = (1 << 16) - 1
 _VALUE_BITS = 48
@@ -54,7 +55,8 @@ T = TypeVar("T")
 class Note(NamedTuple):
     """What is noted of a row: of one that may be cut what a `Record` has, of a refused one its `error`.
 
-    branches: of a tree, (tokens, supervised tokens) of each; what else there is of them does not matter to a plan.
+    branches: of a tree, (tokens, supervised tokens) of each; what else there is of them does not matter to a plan. It
+        has no spans.
     """
 
     spans: tuple[Span, ...] = ()
@@ -104,12 +106,14 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
-        note = None
-        if cuttable:
+        if record.branches:
             branches = tuple((branch.num_tokens, branch.num_loss_tokens) for branch in record.branches)
-            system, trained = record.num_system_tokens, record.num_loss_tokens
-            note = Note(record.spans, system, trained, None, branches, record.is_pair)
-        return cls(record.num_tokens, record.num_tiles, CUTTABLE if cuttable else PLAIN, note)
+            note = Note((), 0, record.num_loss_tokens, None, branches, record.is_pair)
+            return cls(record.num_tokens, record.num_tiles, TREE, note)
+        if cuttable:
+            note = Note(record.spans, record.num_system_tokens, record.num_loss_tokens)
+            return cls(record.num_tokens, record.num_tiles, CUTTABLE, note)
+        return cls(record.num_tokens, record.num_tiles, PLAIN)
 
     @classmethod
     def of_error(cls, error: SampleError) -> Measured:
@@ -121,12 +125,14 @@ class Measured(NamedTuple):
             return self.note is None
         if self.note is None or (self.verdict == REFUSED) != (self.note.error is not None):
             return False
-        spans = self.note.spans
+        spans, branches = self.note.spans, self.note.branches
+        if self.verdict == TREE:
+            positive = bool(branches) and all(n > 0 <= trained for n, trained in branches)
+            return positive and sum(n for n, _ in branches) < self.num_tokens
         return self.verdict == REFUSED or (
             self.num_tokens >= self.note.num_system_tokens >= 0
-            and (self.note.branches or self.num_tokens >= self.note.num_loss_tokens >= 0)
-            and all(n > 0 <= trained for n, trained in self.note.branches)
-            and (not self.note.branches or sum(n for n, _ in self.note.branches) < self.num_tokens)
+            and self.num_tokens >= self.note.num_loss_tokens >= 0
+            and not branches
             and all(s.num_tokens >= 0 <= s.num_tiles for s in spans)
             and sum(s.num_tokens for s in spans) == self.num_tokens
             and sum(s.num_tiles for s in spans) == self.num_tiles
@@ -252,7 +258,7 @@ class SurveyTable:
         values = entries & np.uint64(_VALUE_MASK)
         valid = (entries >> np.uint64(_VALUE_BITS)) == self._checks(values, rows)
         verdicts = np.where(valid, (values >> np.uint64(40)).astype(np.uint8), np.uint8(MISSING))
-        verdicts[verdicts > REFUSED] = MISSING
+        verdicts[verdicts > TREE] = MISSING
         tokens = (values & np.uint64(MAX_TOKENS)).astype(np.int64)
         tiles = (values >> np.uint64(24) & np.uint64(MAX_TILES)).astype(np.int64)
         return Lengths(tokens, tiles, verdicts)
@@ -300,11 +306,12 @@ class SurveyTable:
     @property
     def num_known(self) -> int:
         """Rows that need not be measured again."""
-        known = 0
+        return sum(int((verdicts != MISSING).sum()) for verdicts in self.verdicts())
+
+    def verdicts(self) -> Iterator[np.ndarray]:
+        """Of all rows, some at a time."""
         for start in range(0, self.key.num_rows, 1 << 20):
-            rows = np.arange(start, min(start + (1 << 20), self.key.num_rows))
-            known += int((self.lengths(rows).verdicts != MISSING).sum())
-        return known
+            yield self.lengths(np.arange(start, min(start + (1 << 20), self.key.num_rows))).verdicts
 
     # -- notes ---------------------------------------------------------------------------------------
 

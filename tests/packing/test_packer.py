@@ -31,6 +31,7 @@ class Item:
     key: tuple[int, int]
     num_tokens: int
     num_tiles: int = 0
+    num_unseen_pairs: int = 0
 
 
 def items(*sizes: tuple[int, int] | int) -> list[Item]:

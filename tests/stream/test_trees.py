@@ -6,13 +6,17 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
+import torch
 from helpers.factory import TINY, write_jsonl
-from helpers.presets import planned
+from helpers.presets import CONFIG, planned
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader
 from internvl_pack.batch.collate import PREFIX_ID
 from internvl_pack.errors import UserError
+from internvl_pack.plan.packed_state import PLAIN_FIELDS, TREE_FIELDS, from_json, to_json
+from internvl_pack.plan.preset import PACKS
 from internvl_pack.samples import Samples
 from internvl_pack.stream import stored
 
@@ -120,6 +124,40 @@ def test_an_epoch_of_pairs_goes_on_with_other_ranks(tokenizer, pairs):
         for chosen, rejected in batch["pairs"].tolist():
             assert batch["sample_ids"][chosen - 1] == PREFIX_ID and rejected == chosen + 1
             assert batch["sample_ids"][chosen] == batch["sample_ids"][rejected]
+
+
+def test_a_plan_knows_what_trees_cost(tokenizer, groups):
+    """Its pairs of tokens that see each other are those of the batches, which count them by segments."""
+    config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
+    dataset = PackedDataset.from_meta(groups, tokenizer, config, encode=TINY)
+    (batches,), _ = epoch(groups, tokenizer, 1)
+    packs = [step.packs[0] for step in dataset.step_plan(0, 1)]
+    for pack, batch in zip(packs, batches, strict=True):
+        pairs = sum(f.num_tokens**2 - f.num_unseen_pairs for f in pack.fragments)
+        assert pairs == batch["sum_squared_lengths"]
+        assert sum(f.num_branches for f in pack.fragments) == (batch.get("prefix_of", torch.zeros(0)) >= 0).sum()
+    trees = [f for pack in packs for f in pack.fragments if f.num_branches]
+    assert any(f.num_unseen_pairs for f in trees) and any(f.count > 1 for f in trees)
+
+
+def test_presets_and_states_have_columns_of_trees_where_there_are_trees(tokenizer, groups, tmp_path):
+    plain = write_jsonl(tmp_path / "plain", COUNT)
+    for meta, is_tree in ((groups, True), (plain, False)):
+        preset = planned(meta, tmp_path / str(is_tree), tokenizer)
+        names = pyarrow.parquet.read_schema(preset.folder / PACKS).names
+        assert [name in names for name in TREE_FIELDS] == [is_tree] * 3
+        plan = PackedDataset.from_meta(meta, tokenizer, CONFIG, encode=TINY).step_plan(0, 2)
+        fragments = [f for step in plan for pack in step.packs for f in pack.fragments]
+        stored = [f for number in range(preset.num_packs(0)) for f in preset.pack(0, number).fragments]
+        assert sorted(fragments) == sorted(stored)
+        plan = PackedDataset.from_meta(meta, tokenizer, CONFIG, encode=TINY).step_plan(0, 2)
+        for _ in range(4):
+            plan.next_step()
+        state = to_json(plan.state_dict())
+        assert state["pooled"]["columns"] == PLAIN_FIELDS + 3 * is_tree
+        again = PackedDataset.from_meta(meta, tokenizer, CONFIG, encode=TINY).step_plan(0, 2)
+        again.load_state_dict(from_json(state))
+        assert list(again) == list(plan)
 
 
 def test_a_presets_data_has_no_trees(tokenizer, groups, tmp_path):

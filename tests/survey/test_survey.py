@@ -16,7 +16,7 @@ from helpers.factory import TINY, write_jsonl
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Room
-from internvl_pack.records import Record, Span
+from internvl_pack.records import Branch, Record, Span
 from internvl_pack.samples import Samples
 from internvl_pack.survey.exchange import StoreExchange, local_store
 from internvl_pack.survey.survey import PART, Survey
@@ -27,6 +27,7 @@ from internvl_pack.survey.table import (
     MISSING,
     PLAIN,
     REFUSED,
+    TREE,
     Measured,
     Note,
     SurveyKey,
@@ -63,6 +64,18 @@ def test_a_table_gives_back_what_was_put_in_also_to_the_next_process(table, tmp_
         assert sum(verdict != MISSING for *_, verdict in found) == 4 == again.num_known
         assert [again.note(row) for row in rows] == [m.note for m in measured]
     assert (tmp_path / KEY.folder / "lengths.npy").stat().st_size == 8 * 1000 + 128
+
+
+def test_trees_are_noted_whatever_their_size(table, tmp_path):
+    branches = (Branch(9, 8), Branch(4, 3, 0.5))
+    record = Record("a", 40, 2, 11, branches=branches, is_pair=True)
+    table.put([7], [Measured.of_record(record, cuttable=False)])
+    assert everything(table)[7] == (40, 2, TREE)
+    note = SurveyTable(tmp_path, KEY).note(7)
+    assert note is not None and note.branches == ((9, 8), (4, 3)) and note.record("a", 40, 2).num_prefix_tokens == 27
+    assert Measured(40, 2, TREE, note).fits_note() and not Measured(13, 2, TREE, note).fits_note()
+    assert not Measured(40, 2, TREE, note._replace(branches=())).fits_note()
+    assert not Measured(40, 2, CUTTABLE, note).fits_note()
 
 
 def test_tables_of_other_data_or_options_are_other_tables(table, tmp_path):
