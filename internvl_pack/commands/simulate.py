@@ -150,6 +150,9 @@ def _table(epoch: PackingEstimate, args: argparse.Namespace) -> list[str]:
         f"packs                {r['packs']:>12,}   last ones included",
         f"lower bound          {r['lower_bound']:>12,}   no packer can do with fewer",
     ]
+    if epoch.trees:
+        saved = f"with {r['branches']:,} branches; sharing saves {r['saved_tokens']:,} tokens"
+        lines.insert(-2, f"prefix trees         {r['trees']:>12,}   {saved}")
     lines += [f"  {name:<25}{bound:>8,}" for name, bound in epoch.bounds.items()]
     lines += [
         f"packs over bound     {r['packs_over_bound']:>12.4f}",

@@ -147,5 +147,5 @@ def _show(r: dict[str, Any]) -> None:
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
         f"{pad['batch_16']:.1%}; of packed rows {pad['packed']:.1%}",
     ]
-    lines += [r["trouble"]] if r["trouble"] else []
+    lines += [line for line in (r["tree_line"], r["trouble"]) if line]
     print("\n".join(lines))

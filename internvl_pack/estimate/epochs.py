@@ -56,6 +56,7 @@ class PackingEstimate:
         samples, tokens, tiles: what they hold in all; parts of a split sample count once.
         aligned_tokens: tokens with what aligning adds to each segment.
         segments, split: segments in all, and samples that were split.
+        trees, branches, saved_tokens: see `PackTally`.
         bounds: packs that no packer can do without, by the name of the bound.
         steps, steps_not_full, steps_empty: of packs_per_step packs; those with fewer, those without any.
         rank_efficiency: mean over max of the ranks' costs of a step, averaged over the full steps; None without any.
@@ -80,6 +81,9 @@ class PackingEstimate:
     aligned_tokens: float = 0.0
     segments: float = 0.0
     split: float = 0.0
+    trees: float = 0.0
+    branches: float = 0.0
+    saved_tokens: float = 0.0
     bounds: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
     steps_not_full: int = 0
@@ -139,6 +143,15 @@ class PackingEstimate:
             f"{self.steps_over_bound:.3f} times the least possible; "
             f"{count(round(self.packs), 'packs')}, {self.samples_per_pack:.1f} samples a pack, "
             f"token fill {self.token_fill:.1%}, tile fill {self.tile_fill:.1%}{even}"
+            + (f"; {self.tree_line()}" if self.trees else "")
+        )
+
+    def tree_line(self) -> str:
+        """What prefix trees save, for people."""
+        share = self.saved_tokens / max(1.0, self.tokens + self.saved_tokens)
+        return (
+            f"{self.trees:,.0f} prefix trees with {self.branches:,.0f} branches save {self.saved_tokens:,.0f} tokens, "
+            f"{share:.0%} of what their answers would take alone"
         )
 
     def trouble(self) -> str | None:
@@ -276,6 +289,9 @@ def follow_plan(plan: StepPlan, budget: Budget, cost: CostModel, *, num_ranks: i
         aligned_tokens=tally.aligned_tokens,
         segments=tally.segments,
         split=ledger.counts["samples_split"],
+        trees=tally.trees,
+        branches=tally.branches,
+        saved_tokens=tally.saved_tokens,
         bounds=tally.bounds.all(),
         steps=plan.num_steps,
         steps_not_full=not_full,
@@ -432,6 +448,7 @@ def _written(dataset: PackedDataset, packs_per_step: int, epoch: int) -> Packing
     packs, statistics = preset.num_packs(epoch), preset.content["statistics"]
     share = packs / max(1, statistics["packs"])
     held = {name: statistics[name] * share for name in ("samples", "tokens", "tiles")}
+    held |= {name: statistics.get(name, 0) * share for name in ("trees", "branches", "saved_tokens")}
     return PackingEstimate(
         packs=packs,
         **held,
@@ -505,6 +522,9 @@ def estimate_spread(
         aligned_tokens=seen.aligned_tokens * scale,
         segments=seen.segments * scale,
         split=seen.split * scale,
+        trees=seen.trees * scale,
+        branches=seen.branches * scale,
+        saved_tokens=seen.saved_tokens * scale,
         refused=Counter({reason: round(count * scale) for reason, count in seen.refused.items()}),
         bounds={"estimated": min(num_packs, seen.bound * scale)},
         steps=math.ceil(num_packs / packs_per_step),

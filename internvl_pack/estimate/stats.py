@@ -185,6 +185,7 @@ class Stats:
             "packing": {name: self._packing_json(p) for name, p in self.predictions.items()},
             "steps_an_epoch": self.chosen.steps,
             "rank_efficiency": self.chosen.rank_efficiency,
+            "tree_line": self.chosen.tree_line() if self.chosen.trees else None,
             "trouble": self.chosen.trouble(),
             "padding": self.padding(),
         }
@@ -199,6 +200,9 @@ class Stats:
             "segments_a_pack": p.segments / p.packs if p.packs else 0.0,
             "samples": round(p.samples),
             "split": round(p.split),
+            "trees": round(p.trees),
+            "branches": round(p.branches),
+            "saved_tokens": round(p.saved_tokens),
             "refused": dict(p.refused.most_common()),
             "steps": p.steps,
             "steps_over_bound": p.steps_over_bound,

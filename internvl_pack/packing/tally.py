@@ -18,6 +18,8 @@ class PackTally:
         packs, segments: their numbers.
         samples: segments that begin one; parts of a split sample count once.
         tokens, aligned_tokens, tiles: without and with what aligning adds to each segment.
+        trees, branches: parts of trees, and their branches.
+        saved_tokens: that the branches would take more if each had its prefix to itself.
         bounds: packs that no packer can do without.
         fills: packs by the fuller of their two fills, FILL_BINS + 1 bins.
     """
@@ -25,6 +27,7 @@ class PackTally:
     def __init__(self, budget: Budget) -> None:
         self.budget, self.bounds = budget, LowerBounds(budget)
         self.packs = self.segments = self.samples = self.tokens = 0
+        self.trees = self.branches = self.saved_tokens = 0
         self.fills = [0] * (FILL_BINS + 1)
 
     @property
@@ -42,6 +45,9 @@ class PackTally:
             self.tokens += fragment.num_tokens
             self.samples += fragment.index == 0
             self.bounds.add(fragment.num_tokens, fragment.num_tiles)
+            self.trees += fragment.num_branches > 0
+            self.branches += fragment.num_branches
+            self.saved_tokens += fragment.num_saved_tokens
         fill = (self.aligned_tokens - aligned_before) / budget.max_tokens
         if budget.max_tiles:
             fill = max(fill, (self.tiles - tiles_before) / budget.max_tiles)

@@ -260,5 +260,6 @@ class _Figures:
             "alignment_padding": tally.aligned_tokens - tally.tokens,
             "tile_fill": round(tally.tiles / (packs * config.num_images_expected), 6),
             "segments": tally.segments,
+            **({name: getattr(tally, name) for name in ("trees", "branches", "saved_tokens")} if tally.trees else {}),
             "segment_tokens_by_power_of_two": {f"{1 << k}-{(2 << k) - 1}": n for k, n in sorted(self._lengths.items())},
         }

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batch.collate import FILLER_ID, PAD_ID, row_boundaries
+from ..batch.collate import FILLER_ID, PAD_ID, PREFIX_ID, row_boundaries
 from ..batch.loss_weights import IGNORE_INDEX
 from . import page
 
@@ -55,7 +55,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class SegmentView:
-    """Tokens [start, stop) of the row; `pad` more follow before the next segment (pad_seq_to_mult)."""
+    """Tokens [start, stop) of the row; `pad` more follow before the next segment (pad_seq_to_mult).
+
+    sample_id: of a tree's prefix that of its first branch.
+    prefix: of a branch, the place of its prefix in the row, from 0.
+    branches: of a prefix, how many follow it.
+    """
 
     sample_id: str
     fragment: tuple[int, int]
@@ -69,6 +74,8 @@ class SegmentView:
     token_weight: float
     weight: float
     pieces: tuple[Piece, ...] | None
+    prefix: int | None = None
+    branches: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +99,18 @@ class SegmentView:
     def num_parts(self) -> int:
         return self.fragment[1]
 
+    def role(self, place: int) -> str:
+        """What it is of a tree, at this place in the row; "" of an ordinary sample."""
+        if self.branches:
+            return (
+                f"prefix of {place + 2} to {place + 1 + self.branches}" if self.branches > 1 else "prefix of the next"
+            )
+        return "" if self.prefix is None else f"branch of {self.prefix + 1}"
+
     def colour(self, place: int) -> str:
-        """The class of its colour, by its place in the row."""
+        """The classes of its colour, by its place in the row; a tree has one colour, its branches are paler."""
+        if self.prefix is not None:
+            return f"c{self.prefix % 6} branch"
         return f"c{place % 6}" if self.is_sample else "pad"
 
 
@@ -225,6 +242,7 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
     pixels = batch["pixel_values"].numpy()
     detailed = decoder.room.segments >= len(lengths)
     decoder.room.segments -= len(lengths)
+    prefix_of = batch["prefix_of"].tolist() if "prefix_of" in batch else [-1] * len(lengths)
     for i, (sample_id, fragment) in enumerate(zip(batch["sample_ids"], batch["fragments"], strict=True)):
         row = slice(places[i], places[i] + lengths[i])
         tiles = tile_offsets[i], tile_offsets[i + 1]
@@ -235,7 +253,7 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
             most = max(MIN_TEXT, max_text // max(1, len(lengths)))
             pieces = decoder.pieces(ids[row], trained, [pixels[a:b] for a, b in own], max_text=most)
         yield SegmentView(
-            sample_id=sample_id,
+            sample_id=batch["sample_ids"][i + 1] if sample_id == PREFIX_ID else sample_id,
             fragment=tuple(fragment),
             start=row.start,
             stop=row.stop,
@@ -247,6 +265,8 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
             token_weight=float(weight.max(initial=0.0)),
             weight=float(weight.sum(dtype=np.float64)),
             pieces=pieces,
+            prefix=prefix_of[i] if prefix_of[i] >= 0 else None,
+            branches=prefix_of.count(i),
         )
 
 
@@ -330,6 +350,7 @@ def _totals(p: Preview) -> dict[str, Any]:
     rows, budget = p.rows, p.budget
     real, packed_tiles = (sum(r.counts[name] for r in rows) for name in ("num_real_tokens", "num_tiles"))
     trained = sum(r.counts["num_loss_tokens"] for r in rows)
+    prefixes = [s for r in rows for s in r.segments if s.branches]
     capacity = max(1, len(rows))
     return {
         "samples": sum(r.counts["num_samples"] for r in rows),
@@ -340,6 +361,9 @@ def _totals(p: Preview) -> dict[str, Any]:
         "tile_fill": packed_tiles / capacity / max(1, budget["tiles"]),
         "trained": trained,
         "trained_share": trained / max(1, real),
+        "trees": len(prefixes),
+        "branches": sum(s.branches for s in prefixes),
+        "saved": sum((s.branches - 1) * s.num_tokens for s in prefixes),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from helpers.factory import TINY, write_jsonl
 from helpers.presets import CONFIG, planned
 
-from internvl_pack import PackedDataset, PackingConfig, build_loader
+from internvl_pack import PackedDataset, PackingConfig, build_loader, cli
 from internvl_pack.batch.collate import PREFIX_ID
 from internvl_pack.errors import UserError
 from internvl_pack.plan.packed_state import PLAIN_FIELDS, TREE_FIELDS, from_json, to_json
@@ -138,6 +139,50 @@ def test_a_plan_knows_what_trees_cost(tokenizer, groups):
         assert sum(f.num_branches for f in pack.fragments) == (batch.get("prefix_of", torch.zeros(0)) >= 0).sum()
     trees = [f for pack in packs for f in pack.fragments if f.num_branches]
     assert any(f.num_unseen_pairs for f in trees) and any(f.count > 1 for f in trees)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tokenizer, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+OF_RUN = ["--max_packed_tokens", "400", "--num_images_expected", "16", "--max_buffer_size", "8", "--seed", "3"]
+OF_RUN += ["--force_image_size", "56", "--max_dynamic_patch", "6", "--dynamic_image_size", "True"]
+OF_RUN += ["--use_thumbnail", "True"]
+
+
+def test_the_commands_show_trees(tokenizer, tokenizer_dir, groups, tmp_path, capsys):
+    """Trees, branches and tokens saved are those of the batches, counted there by their segments."""
+    (batches,), _ = epoch(groups, tokenizer, 1)
+    trees = branches = saved = 0
+    for batch in batches:
+        lengths = batch["cu_seqlens"].diff().tolist()
+        of = [n for n in batch["prefix_of"].tolist() if n >= 0] if "prefix_of" in batch else []
+        for prefix, count in Counter(of).items():
+            trees, branches, saved = trees + 1, branches + count, saved + (count - 1) * lengths[prefix]
+    for command in (
+        ["stats"],
+        ["simulate", "--ranks", "1"],
+        ["preview", "--packs", "1000", "--out", tmp_path / "p.html"],
+    ):
+        name, *rest = map(str, command)
+        assert cli.main([name, str(groups), "--tokenizer", tokenizer_dir, *rest, *OF_RUN]) == 0
+        out = capsys.readouterr().out
+        if name == "stats":
+            assert f"{trees:,} prefix trees with {branches:,} branches save {saved:,} tokens, " in out
+        elif name == "simulate":
+            line = next(line for line in out.splitlines() if line.startswith("prefix trees"))
+            assert line.split()[2] == f"{trees:,}" and f"with {branches:,} branches; sharing saves {saved:,} " in line
+    page = (tmp_path / "p.html").read_text()
+    assert f"{branches:,} branches, {saved:,} tokens saved by sharing" in page
+    roles = re.findall(r'<span class="part">((?:prefix|branch) of [^<]*)</span>', page)
+    assert sum(role.startswith("branch") for role in roles) == branches and len(roles) == trees + branches
+    assert PREFIX_ID not in page and "&lt;prefix&gt;" not in page
+    prefix = next(role for role in roles if " to " in role)
+    first, last = map(int, re.findall(r"\d+", prefix))
+    assert roles[roles.index(prefix) + 1 :][: last - first + 1] == [f"branch of {first - 1}"] * (last - first + 1)
 
 
 def test_presets_and_states_have_columns_of_trees_where_there_are_trees(tokenizer, groups, tmp_path):
