@@ -32,7 +32,14 @@ class PackingConfig:
     """What decides which samples share a row. A saved run can only go on with the same values."""
 
     max_packed_tokens: int = option(8192, "Token budget of a row.", unit="tokens", at_least=1, page="packing.md")
-    num_images_expected: int = option(40, "Tile budget of a row, thumbnails included.", unit="tiles", at_least=0)
+    num_images_expected: int = option(
+        40,
+        "Tile budget of a row, thumbnails included; with models of native resolution its image tokens, as many as "
+        "max_packed_tokens by default.",
+        unit="tiles",
+        at_least=0,
+        from_checkpoint=True,
+    )
     max_seq_length: int | None = option(
         None,
         "Tokens of one sample at most; longer ones follow --oversize. Default: the token budget of a row.",

@@ -164,7 +164,7 @@ class PackingArguments:
         page="offline.md",
     )
     max_packed_tokens: int = packing_option("max_packed_tokens")
-    num_images_expected: int = packing_option("num_images_expected")
+    num_images_expected: int | None = packing_option("num_images_expected")
     max_seq_length: int | None = packing_option(
         "max_seq_length",
         help="Tokens of one sample at most; longer ones follow --oversize. Default: the token budget of a row with "
@@ -233,6 +233,8 @@ class DataTrainingArguments(PackingArguments):
     use_thumbnail: bool = encode_option("use_thumbnail")
     min_dynamic_patch: int = encode_option("min_dynamic_patch")
     max_dynamic_patch: int = encode_option("max_dynamic_patch")
+    min_pixels: int | None = encode_option("min_pixels")
+    max_pixels: int | None = encode_option("max_pixels")
     min_num_frame: int = encode_option("min_num_frame")
     max_num_frame: int = encode_option("max_num_frame")
     max_image_pixels: int = encode_option("max_image_pixels")
@@ -278,6 +280,8 @@ class DataTrainingArguments(PackingArguments):
         the `samples_per_row` samples has its share of the row's, so that no micro-batch exceeds it.
         """
         tokens, tiles = self.max_packed_tokens, self.num_images_expected
+        if tiles is None:
+            tiles = PackingConfig.num_images_expected
         if self.packing_mode == PADDED:
             tokens = self.max_seq_length or PADDED_MAX_SEQ_LENGTH
         elif self.packing_mode == IN_BATCH:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 
 PADDED, STREAM, IN_BATCH, PRESET = "padded", "stream", "in_batch", "preset"
@@ -42,7 +43,8 @@ def _changed(name: str, default: Any) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _share(o: Mapping[str, Any], name: str) -> int:
-    return o[name] // max(1, o["per_device_train_batch_size"])
+    total = getattr(PackingConfig, name) if o[name] is None else o[name]  # the model may have another default
+    return total // max(1, o["per_device_train_batch_size"])
 
 
 def _tiles_of_one_image(o: Mapping[str, Any]) -> int:

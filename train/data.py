@@ -64,6 +64,7 @@ def make_data(
         train = PackedDataset.from_meta(str(data_args.meta_path), tokenizer, packing, encode=encode, **place)
     row_budget = (packing.max_packed_tokens, packing.num_images_expected)
     if data_args.packing_mode == IN_BATCH:  # a pack is a sample, with its share of the row
+        assert data_args.num_images_expected is not None, "known from the start of the run"
         row_budget = (data_args.max_packed_tokens, data_args.num_images_expected)
     return Data(
         tokenizer=tokenizer,
@@ -150,6 +151,7 @@ def make_collator(
         image_size=train.encoder.config.image_size,
         loss_reduction=data_args.loss_reduction,
         image_token_id=train.encoder.image_context_id,
+        grid_positions=train.encoder.grid_positions,
     )
     if data_args.packing_mode == IN_BATCH:
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}

@@ -31,9 +31,10 @@ if find_spec("torchao"):  # transformers imports it, and it tells of each of its
 import torch
 from transformers import TrainerCallback, set_seed
 
+from internvl_pack.checkpoints.encoding import default_tiles
 from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of
 from internvl_pack.config import PackingConfig
-from internvl_pack.errors import UserError
+from internvl_pack.errors import UserError, naming
 from internvl_pack.model.build import build_model, check_loadable
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
@@ -161,9 +162,14 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     kernel = sequence.select_shared_kernel(model_args.attn_kernel, args, compute_dtype(args))
     found = find_checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     checkpoint = None if found is None else str(found)
+    with naming("--model_name_or_path "):
+        checkpoint_config = config_of(model_args.model_name_or_path)
+    if data_args.num_images_expected is None:
+        tiles = default_tiles(checkpoint_config, data_args.max_packed_tokens)
+        data_args = replace(data_args, num_images_expected=tiles)
     packing = make_packing(model_args, data_args, args, checkpoint)
     check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
-    style = chat_style(data_args.conv_style, config_of(model_args.model_name_or_path))
+    style = chat_style(data_args.conv_style, checkpoint_config)
     data_args = replace(data_args, conv_style=style)
     data = make_data(model_args, data_args, args, packing, ranks)
     set_seed(args.seed)

@@ -1,6 +1,7 @@
-"""Write a tiny InternVL checkpoint with a tokenizer trained on a meta file's texts: no hub, no download.
+"""Write a tiny InternVL or Qwen-VL checkpoint with a tokenizer trained on a meta file's texts: no hub, no download.
 
     python train/make_tiny_model.py --meta_path shell/data/demo/meta.json --output_dir work_dirs/tiny
+    python train/make_tiny_model.py --family qwen3_vl --meta_path shell/data/demo/meta.json --output_dir work_dirs/tiny
 
 Random weights, but the classes, special tokens and code paths of the published checkpoints, so that
 `finetune.py --model_name_or_path work_dirs/tiny` exercises all of them within seconds on a CPU.
@@ -17,7 +18,7 @@ if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from internvl_pack.errors import UserError
-from internvl_pack.testing.tiny import LANGUAGE_MODELS
+from internvl_pack.testing.tiny import FAMILIES, LANGUAGE_MODELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make_tiny_model", description=__doc__.partition("\n")[0])
     parser.add_argument("--meta_path", required=True, help="meta file whose texts train the tokenizer")
     parser.add_argument("--output_dir", required=True, help="folder of the checkpoint")
-    parser.add_argument("--llm", default="qwen2", choices=LANGUAGE_MODELS, help="family of the language model")
+    parser.add_argument("--family", default="internvl", choices=FAMILIES, help="family of the whole model")
+    parser.add_argument("--llm", choices=LANGUAGE_MODELS, help="language model of an InternVL; default: qwen2")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens of the vocabulary at most")
-    parser.add_argument("--image_size", type=int, default=56, help="side of a tile, pixels; a multiple of 28")
+    parser.add_argument(
+        "--image_size", type=int, help="side of an InternVL's tile, pixels, a multiple of 28; default: 56"
+    )
     parser.add_argument("--hidden_size", type=int, default=64, help="width of the language model, in 4 heads")
     parser.add_argument("--num_layers", type=int, default=2, help="layers of the language model")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
@@ -51,7 +55,10 @@ def write(args: argparse.Namespace) -> None:
     from internvl_pack.sources import load_meta, open_source
     from internvl_pack.testing.tiny import save_tiny_checkpoint, source_texts, tiny_tokenizer
 
-    if args.image_size < 28 or args.image_size % 28:
+    if args.family != "internvl" and (given := next((n for n in ("llm", "image_size") if getattr(args, n)), None)):
+        raise UserError(f"--{given} {getattr(args, given)}: of an InternVL, not of {args.family}; leave it out")
+    image_size = 56 if args.image_size is None else args.image_size
+    if image_size < 28 or image_size % 28:
         raise UserError(
             f"--image_size {args.image_size}: give a multiple of 28 pixels (patches of 14, merged in pairs)"
         )
@@ -63,16 +70,11 @@ def write(args: argparse.Namespace) -> None:
         texts += source_texts([open_source(spec)])
     if not texts:
         raise UserError(f"--meta_path {args.meta_path}: no conversations to train a tokenizer on")
-    tokenizer = tiny_tokenizer(texts, args.vocab_size)
-    save_tiny_checkpoint(
-        args.output_dir,
-        tokenizer,
-        args.llm,
-        seed=args.seed,
-        image_size=args.image_size,
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-    )
+    tokenizer = tiny_tokenizer(texts, args.vocab_size, args.family)
+    settings = {"seed": args.seed, "hidden_size": args.hidden_size, "num_layers": args.num_layers}
+    if args.family == "internvl":
+        settings["image_size"] = image_size
+    save_tiny_checkpoint(args.output_dir, tokenizer, args.llm or "qwen2", family=args.family, **settings)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ MODEL_KEYS = (
     "prefix_of",
     "max_seqlen",
     "pixel_values",
+    "image_grids",
     "image_offsets",
     "attention_mask",
     "num_loss_tokens",

@@ -23,12 +23,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..encode.families.native import grid_positions as positions_by_grid
 from .loss_weights import IGNORE_INDEX, token_weights
 from .row import PackRow, Segment
 
@@ -50,6 +52,7 @@ def packed_collate_fn(
     pad_seq_to_mult: int = 1,
     pad_cu_seqlens_to: int | None = None,
     image_token_id: int | None = None,
+    grid_positions: bool = False,
     pairs: bool = False,
     branch_keys: bool = False,
 ) -> dict[str, Any]:
@@ -65,11 +68,14 @@ def packed_collate_fn(
             FP8 want; the pads are unlabelled and come after all tokens that could see them.
         pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
         image_token_id: of the tokens that image features replace; given, they are counted.
+        grid_positions: of a model of native resolution: positions of three axes, from the grids of the images. Needs
+            `image_token_id`.
         pairs: every tree is a chosen and a rejected answer: say which segments they are.
         branch_keys: give each branch a key of what it says and shows, for stored log-probabilities.
 
     Returns:
         input_ids, labels, position_ids: int64 (1, N); the label of each segment's first token is IGNORE_INDEX.
+            With `grid_positions` positions are (3, 1, N), by time, height and width.
         loss_weight: float32 (1, N), of each token as a target; 0 where not trained.
         cu_seqlens: int32 (S+1,), strictly increasing from 0 to N, pad segment included.
         max_seqlen: int.
@@ -80,6 +86,8 @@ def packed_collate_fn(
             last boundary N repeated. Empty segments: for kernels that allow them, which `cu_seqlens` never asks.
         pixel_values: uint8 (T, 3, image_size, image_size), in memory as the segments' tiles are: those that are decoded
             here have a pixel's colours together, torch.channels_last.
+        image_grids: list of (rows, columns) of tokens of each image, only with `grid_positions`. No tensor, since the
+            vision tower's inputs are made from it on the host.
         image_offsets: int32 (images+1,); segment_tile_offsets: int32 (S+1,).
         sample_ids: list of S strings; `<pad>`, `<filler>` and `<prefix>` mark segments that are no sample.
         fragments: list of S (index, count) pairs.
@@ -123,7 +131,10 @@ def packed_collate_fn(
     prefix_of = _prefix_of(pieces, len(lengths))
     starts = places[:-1].numpy().astype(np.int64)
     begun = np.where(prefix_of < 0, 0, np.asarray(padded)[prefix_of])  # positions before a segment's first
-    position_ids = np.arange(target, dtype=np.int64) - np.repeat(starts - begun, padded)
+    if grid_positions:
+        position_ids = _grid_positions(pieces, prefix_of, places, image_token_id)
+    else:
+        position_ids = np.arange(target, dtype=np.int64) - np.repeat(starts - begun, padded)
 
     tile_counts = [piece.num_tiles for piece in pieces] + [0] * (len(lengths) - len(pieces))
     image_counts = [n for s in segments for n in s.tiles_per_image]
@@ -131,7 +142,7 @@ def packed_collate_fn(
     batch = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
-        "position_ids": torch.from_numpy(position_ids)[None],
+        "position_ids": torch.from_numpy(position_ids).unsqueeze(-2),
         "loss_weight": torch.from_numpy(weights)[None],
         "cu_seqlens": _offsets(lengths),
         "max_seqlen": max(padded),
@@ -155,6 +166,8 @@ def packed_collate_fn(
         batch["cu_seqlens_static"] = _static(places, pad_cu_seqlens_to)
     if image_token_id is not None:
         batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
+    if grid_positions:
+        batch["image_grids"] = [grid for s in segments for grid in s.image_grids]
     if has_trees:
         batch["prefix_of"] = torch.from_numpy(prefix_of)
     if any(piece.reward is not None for piece in pieces):
@@ -175,13 +188,15 @@ def padded_collate_fn(
     image_size: int = 448,
     loss_reduction: str = "token",
     image_token_id: int | None = None,
+    grid_positions: bool = False,
     pairs: bool = False,
     branch_keys: bool = False,
 ) -> dict[str, Any]:
     """The same samples unpacked: one sample a row, padded on the right to the longest; of a tree a row a branch.
 
     Returns:
-        input_ids, labels, position_ids, attention_mask: int64 (B, L); loss_weight: float32 (B, L);
+        input_ids, labels, position_ids, attention_mask: int64 (B, L), with `grid_positions` positions (3, B, L);
+        loss_weight: float32 (B, L); image_grids as `packed_collate_fn`;
         pixel_values, image_offsets, sample_ids, fragments and the counts as `packed_collate_fn`. No cu_seqlens.
         branch_rewards, pairs, branch_keys: as there, of rows instead of segments.
 
@@ -199,6 +214,7 @@ def padded_collate_fn(
         image_size=image_size,
         loss_reduction=loss_reduction,
         image_token_id=image_token_id,
+        grid_positions=grid_positions,
     )
     segments = [s for row in rows for s in row.segments]
     alone = [PackRow([one]) for s in segments for one in s.unshared()]
@@ -207,9 +223,10 @@ def padded_collate_fn(
     batch: dict[str, Any] = {}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
     for key, fill in fills.items():
-        batch[key] = torch.full((len(singles), length), fill, dtype=singles[0][key].dtype)
+        axes = singles[0][key].shape[:-2]  # of positions
+        batch[key] = torch.full((*axes, len(singles), length), fill, dtype=singles[0][key].dtype)
         for i, one in enumerate(singles):
-            batch[key][i, : one["num_tokens"]] = one[key][0]
+            batch[key][..., i, : one["num_tokens"]] = one[key][..., 0, :]
     branches = [branch for s in segments for branch in (s.branches or [None])]
     for weights, branch in zip(batch["loss_weight"], branches, strict=False):
         weights *= 1.0 if branch is None else branch.weight
@@ -218,7 +235,7 @@ def padded_collate_fn(
     batch["pixel_values"] = torch.cat([one["pixel_values"] for one in singles])
     counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
     batch["image_offsets"] = _offsets(counts)
-    for key in ("sample_ids", "fragments"):
+    for key in ("sample_ids", "fragments", *(("image_grids",) if grid_positions else ())):
         batch[key] = [value for one in singles for value in one[key]]
     for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
         batch[key] = sum(one[key] for one in singles)
@@ -301,17 +318,19 @@ class _Piece(NamedTuple):
     shares: tuple[tuple[int, float], ...]
     is_branch: bool = False
     reward: float | None = None
+    segment: Segment | None = None  # whose images it has
 
 
 def _pieces(s: Segment) -> Iterator[_Piece]:
     if not s.branches:
-        yield _Piece(s.sample_id, s.fragment, s.input_ids, s.labels, len(s.tiles), ((s.num_loss_tokens, 1.0),))
+        share = (s.num_loss_tokens, 1.0)
+        yield _Piece(s.sample_id, s.fragment, s.input_ids, s.labels, len(s.tiles), (share,), segment=s)
         return
     n = s.num_prefix_tokens
     if n < 1 or min(branch.num_tokens for branch in s.branches) < 1:
         raise ValueError(f"tree {s.sample_id!r}: its prefix or a branch has no tokens")
     shares = tuple((branch.num_loss_tokens, branch.weight) for branch in s.branches)
-    yield _Piece(PREFIX_ID, s.fragment, s.input_ids[:n], s.labels[:n], len(s.tiles), shares)
+    yield _Piece(PREFIX_ID, s.fragment, s.input_ids[:n], s.labels[:n], len(s.tiles), shares, segment=s)
     for share, (branch, part) in zip(shares, s.branch_parts(), strict=True):
         name = branch.sample_id or s.sample_id
         yield _Piece(name, s.fragment, s.input_ids[part], s.labels[part], 0, (share,), True, branch.reward)
@@ -339,6 +358,28 @@ def _prefix_of(pieces: Sequence[_Piece], num_segments: int) -> np.ndarray:
         else:
             last = number
     return prefix_of
+
+
+def _grid_positions(
+    pieces: Sequence[_Piece], prefix_of: np.ndarray, places: Tensor, image_token_id: int | None
+) -> np.ndarray:
+    """Positions of the row's tokens by time, height and width, (3, N): a branch goes on after its prefix's last."""
+    if image_token_id is None:
+        raise ValueError("grid_positions needs image_token_id: images are found by their tokens")
+    positions = np.empty((3, int(places[-1])), dtype=np.int64)
+    after = [0] * (len(prefix_of) + 1)  # the position after each segment's last; the last of these is of no segment
+    for number, (start, stop) in enumerate(pairwise(places.tolist())):
+        if number < len(pieces):
+            piece, begun = pieces[number], after[prefix_of[number]]
+            grids = [] if piece.segment is None else piece.segment.image_grids
+            own = positions_by_grid(piece.input_ids, image_token_id, grids, begun)
+        else:
+            own = np.empty((3, 0), dtype=np.int64)
+        last = start + own.shape[1]
+        positions[:, start:last] = own
+        after[number] = int(own.max(initial=-1)) + 1
+        positions[:, last:stop] = np.arange(after[number], after[number] + stop - last)  # pads
+    return positions
 
 
 def _pairs(segments: Sequence[Segment]) -> Tensor:

@@ -21,6 +21,8 @@ class Segment:
         tiles: uint8 (t, 3, S, S), in placeholder order.
         tiles_per_image: tiles of each image of the fragment; sums to t.
         num_loss_tokens: supervised targets of the whole sample, which `sample` and `square` weighting use.
+        image_columns: of each image the columns of its grid of tokens, in families of native resolution; its tiles are
+            then its tokens in reading order.
         branches: of a prefix tree: the last tokens are these branches, one after the other, before them the prefix,
             which has all of the tiles. Empty for an ordinary sample.
     """
@@ -33,6 +35,12 @@ class Segment:
     tiles_per_image: tuple[int, ...]
     num_loss_tokens: int
     branches: tuple[Branch, ...] = ()
+    image_columns: tuple[int, ...] = ()
+
+    @property
+    def image_grids(self) -> list[tuple[int, int]]:
+        """(rows, columns) of tokens of each image, in families of native resolution."""
+        return [(n // columns, columns) for n, columns in zip(self.tiles_per_image, self.image_columns, strict=True)]
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -58,6 +66,7 @@ class Segment:
                 self.tiles,
                 self.tiles_per_image,
                 branch.num_loss_tokens,
+                image_columns=self.image_columns,
             )
             for branch, part in self.branch_parts()
         ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import PackingConfig
+from ..encode.families import find_family
 from ..encode.sample import EncodeConfig
 from ..encode.tiles import TileOptions, tokens_per_tile
+from ..errors import UserError
 from ..options import make
 from .internvl_format_files import patch_size_of
 
@@ -21,6 +24,14 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
     Raises:
         UserError: an option is not allowed, or a tile does not divide into whole tokens.
     """
+    of_family = getattr(find_family(checkpoint.get("model_type")), "encoding", None)
+    if of_family is not None:
+        return make(EncodeConfig, options, **of_family(options, checkpoint))
+    if given := next((name for name in ("min_pixels", "max_pixels") if options.get(name) is not None), None):
+        raise UserError(
+            f"--{given} {options[given]}: it bounds pictures of models of native resolution, and this one cuts them "
+            "into tiles; use --max_dynamic_patch"
+        )
     size, ratio = options.get("force_image_size"), options.get("down_sample_ratio")
     if size is None:
         size = image_size_of(checkpoint)
@@ -28,6 +39,12 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
         ratio = checkpoint.get("downsample_ratio", TileOptions.down_sample_ratio)
     tokens = tokens_per_tile(size, patch_size_of(checkpoint), ratio)
     return make(EncodeConfig, options, image_size=size, tokens_per_tile=tokens)
+
+
+def default_tiles(checkpoint: Mapping[str, Any], max_packed_tokens: int) -> int:
+    """`num_images_expected` where it is not given: a row of a model of native resolution may be all image tokens."""
+    native = getattr(find_family(checkpoint.get("model_type")), "grid_positions", False)
+    return max_packed_tokens if native else PackingConfig.num_images_expected
 
 
 def image_size_of(config: Mapping[str, Any]) -> int:

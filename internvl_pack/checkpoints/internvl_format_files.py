@@ -78,14 +78,16 @@ def patch_size_of(config: Mapping[str, Any]) -> int:
 
 
 def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
-    """The chat format of a run: the user's, else the one in the config of a checkpoint in InternVL's format.
+    """The chat format of a run: the user's, else the one in the config of a checkpoint in InternVL's format, else its
+    family's.
 
     Raises:
         UserError: the checkpoint's is not known here.
     """
+    from ..encode.families import find_family
     from ..encode.formats import known_templates
 
-    default = "internvl2_5"
+    default = getattr(find_family(config.get("model_type")), "CONV_STYLE", "internvl2_5")
     template = internvl_format.template_of(config)
     if template is None:
         return given or default

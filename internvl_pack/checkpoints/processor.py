@@ -1,4 +1,4 @@
-"""The files by which `AutoProcessor` prepares images and chats for a native InternVL: the base's own, or made.
+"""The files by which `AutoProcessor` prepares images and chats for what was trained: the base's own, or made.
 
 preprocessor_config.json         how an image becomes tiles
 video_preprocessor_config.json   how a frame does
@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..encode.families import find_family
 from ..encode.formats import make_template
 from ..encode.sample import EncodeConfig
 from .internvl_format import is_internvl_format
@@ -55,6 +56,14 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
     for path in files:
         if not (target := folder / path.name).exists() or not target.samefile(path):
             shutil.copyfile(path, target)
+    of_family = getattr(find_family(encode.family), "processor_files", None)
+    if of_family is not None:
+        for name, content in of_family(encode).items():
+            path = folder / name
+            copied = any(file.name == name for file in files)
+            kept = json.loads(path.read_text(encoding="utf-8")) if copied else {}
+            path.write_text(json.dumps(content | kept | bounds_of(content), indent=2) + "\n", encoding="utf-8")
+        return
     if files:
         return
     name_image_tokens(folder, tokenizer, vocab_size)
@@ -63,6 +72,11 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
     jinja = getattr(make_template(encode.conv_style, tokenizer), "jinja", None)
     if jinja is not None:  # other formats leave the tokenizer's own
         (folder / CHAT_TEMPLATE).write_text(jinja(), encoding="utf-8")
+
+
+def bounds_of(content: dict[str, Any]) -> dict[str, Any]:
+    """What a made file says of pictures' sizes: as they were in training, whatever a base's file says."""
+    return {name: content[name] for name in ("size", "min_pixels", "max_pixels") if name in content}
 
 
 def made_files(encode: EncodeConfig) -> dict[str, dict[str, Any]]:

@@ -102,13 +102,12 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def image_token_id(tokenizer: Any) -> int:
-    """The id of the token that stands for a place of an image.
+def image_token_id(tokenizer: Any, token: str = IMAGE_NAMES["context_image_token"]) -> int:
+    """The id of the token that stands for a place of an image, InternVL's or another family's.
 
     Raises:
         UserError: the tokenizer has none.
     """
-    token = IMAGE_NAMES["context_image_token"]
     token_id = tokenizer.convert_tokens_to_ids(token)
     if token_id is None or token_id == tokenizer.unk_token_id:
         raise UserError(f"the tokenizer has no {token} token: use the one of an InternVL checkpoint")

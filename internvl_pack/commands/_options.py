@@ -106,16 +106,27 @@ def add_not_needed(parser: Any) -> None:
 
 
 def packing_config(args: argparse.Namespace, **changes: Any) -> PackingConfig:
-    """The packing options of a command.
+    """The packing options of a command; the tile budget is written into `args` where it was left open.
 
     Raises:
         UserError: an option has a value that is not allowed; names it.
     """
+    if args.num_images_expected is None:
+        args.num_images_expected = _tiles(args)
     given = {name: getattr(args, name) for name in NOT_NEEDED if hasattr(args, name)} | changes
     if hasattr(args, "pad_seq_to_mult"):
         padded = make(RowOptions, vars(args)).pad_seq_to_mult
         given["pad_to_multiple_of"] = math.lcm(args.pad_to_multiple_of, padded)
     return make(PackingConfig, vars(args), **given)
+
+
+def _tiles(args: argparse.Namespace) -> int:
+    from ..checkpoints.encoding import default_tiles
+    from ..checkpoints.internvl_format_files import config_of
+
+    with naming("--tokenizer "):
+        checkpoint = config_of(getattr(args, "tokenizer", None))
+    return default_tiles(checkpoint, args.max_packed_tokens)
 
 
 def survey_root(args: argparse.Namespace) -> Path | None:
@@ -187,10 +198,14 @@ def load_tokenizer(path: str) -> Any:
         UserError: there is none.
     """
     from ..checkpoints import tokenizers
+    from ..checkpoints.internvl_format_files import config_of
+    from ..encode.families import find_family
 
     with naming("--tokenizer "):
         tokenizer = tokenizers.load_tokenizer(path)
-    tokenizers.add_image_tokens(tokenizer)
+        whole = find_family(config_of(path).get("model_type")) is not None
+    if not whole:
+        tokenizers.add_image_tokens(tokenizer)
     return tokenizer
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..checkpoints.encoding import default_tiles
 from ..config import PackingConfig
 from ..errors import UserError
 from ..model.flops import peak_flops
@@ -28,7 +29,7 @@ class EstimateOptions:
     zero: int = option(1, "Stage of ZeRO; 0: without.", at_least=0, at_most=3)
     grad_checkpoint: bool = option(False, "Every layer computes its activations again in the backward pass.")
     compile: bool = option(False, "Layers are compiled, as by training's --compile.")
-    num_images_expected: int = from_config(PackingConfig, "num_images_expected", at_least=1)
+    num_images_expected: int | None = from_config(PackingConfig, "num_images_expected", at_least=1)
     card: str = option("H200", "Name of the GPU.")
     mfu: float = option(0.35, "Share of the GPU's peak that whole steps reach; docs/measurements.md has some.")
     measure: bool = option(
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             f"--card {args.card}: its peak is not known; give H100, H200, B200 or another of model/flops.py"
         )
     cost = CostModel.from_name(args.model)
+    if args.num_images_expected is None:
+        args.num_images_expected = default_tiles(model_config(args.model), args.max_packed_tokens)
     config = packing_config(args)
     each_tokens, each_tiles = lengths_of(args, config)[0].sizes()
     tokens, tiles = int(each_tokens.sum()), int(each_tiles.sum())

@@ -77,6 +77,22 @@ class EncodeConfig:
     )
     use_thumbnail: bool = option(False, "With more than one tile, add the whole image as one more.")
     dynamic_image_size: bool = option(False, "Cut images into tiles by their shape; False: one tile an image.")
+    min_pixels: int | None = option(
+        None,
+        "Width x height of a picture at least, as it goes into a model of native resolution; smaller ones are "
+        "enlarged. Default: 65,536 for Qwen3-VL, 3,136 for Qwen2.5-VL.",
+        unit="pixels",
+        at_least=1,
+        page="families.md#budgets",
+    )
+    max_pixels: int | None = option(
+        None,
+        "Width x height of a picture at most, likewise; larger ones are made smaller. Default: 1,280 tokens of a "
+        "picture, which is 1,310,720 for Qwen3-VL, 1,003,520 for Qwen2.5-VL.",
+        unit="pixels",
+        at_least=1,
+        page="families.md#budgets",
+    )
     min_num_frame: int = option(
         8, "Frames of a video at least, a tile each.", unit="frames", at_least=1, page="data.md#videos"
     )
@@ -105,9 +121,10 @@ class EncodeConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for low, high in (("min_dynamic_patch", "max_dynamic_patch"), ("min_num_frame", "max_num_frame")):
+        for what in ("dynamic_patch", "num_frame", "pixels"):
+            low, high = f"min_{what}", f"max_{what}"
             least, most = getattr(self, low), getattr(self, high)
-            if least > most:
+            if least is not None and most is not None and least > most:
                 raise UserError(f"{low}={least} exceeds {high}={most}: lower the first or raise the second")
 
     @property
@@ -244,6 +261,11 @@ class Encoder:
         """Of the tokens that image features replace."""
         return self.family.image_token_id
 
+    @property
+    def grid_positions(self) -> bool:
+        """Whether positions are made from the grids of images, see `packed_collate_fn`."""
+        return getattr(self.family, "grid_positions", False)
+
     def fingerprint(self) -> dict[str, Any]:
         """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
         options = asdict(self.config) | {"markup_tokens": list(self.config.markup_tokens)}
@@ -333,6 +355,10 @@ class Encoder:
         video = video_of(data)
         frames: tuple[PlannedFrame, ...] = ()
         if video is not None:
+            if not getattr(self.family, "takes_videos", True):
+                raise SampleError(
+                    "unsupported_field", f"a video, and videos are not trained with {self.config.family!r} yet"
+                )
             frames = self._plan_frames(raw, *video)
             turns = with_frame_lines(turns, len(frames))
         template = self._plain_text if turns[0][0] == "pretrain" else self._template

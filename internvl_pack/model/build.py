@@ -25,7 +25,8 @@ from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
 from .resize import fit_vocabulary, resize_positions
-from .vision import add_drop_path, use_tile_attention
+from .towers import check_native_options, find_tower
+from .vision import add_drop_path
 from .zero3 import gather_by_layers, is_zero3
 
 if TYPE_CHECKING:
@@ -93,6 +94,15 @@ def build_model(
         UserError: names the option and what to do.
     """
     check_loadable(model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
+    check_native_options(
+        config_of(model_name_or_path).get("model_type"),
+        compile=compile,
+        fp8=fp8,
+        vision_micro_tiles=vision_micro_tiles,
+        drop_path_rate=drop_path_rate,
+        force_image_size=force_image_size,
+        down_sample_ratio=down_sample_ratio,
+    )
     if fp8 is not None:
         check_fp8(fp8, device, compute_dtype or dtype)
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
@@ -104,9 +114,10 @@ def build_model(
         raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
     if force_image_size is not None and hasattr(model.config, "vision_config"):
         resize_positions(model, force_image_size)
-    check_fit(model.config, tokenizer, down_sample_ratio)
-    use_tile_attention(model, select_kernel(attn_kernel, device, compute_dtype or dtype))
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
+    check_fit(packed, tokenizer, down_sample_ratio)
+    if packed.tower is not None:
+        packed.tower.use_kernel(select_kernel(attn_kernel, device, compute_dtype or dtype))
     if router_loss_coef:
         packed.balance_routers()
     choose_experts(packed.language_model, experts_implementation)
@@ -153,7 +164,7 @@ def _gather_blocks(packed: PackedModel) -> None:
 
 
 def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, InternVLForConditionalGeneration
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, InternVLForConditionalGeneration
 
     family = _model_type(path, "model_name_or_path")
     parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
@@ -163,6 +174,8 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
             return load_internvl_format(local_folder(path), image, dtype, parts)
     if family == "internvl":
         return _from_pretrained(InternVLForConditionalGeneration, path, "model_name_or_path", parts, dtype)
+    if find_tower(family) is not None:
+        return _from_pretrained(AutoModelForImageTextToText, path, "model_name_or_path", parts, dtype)
     return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
 
 
@@ -254,7 +267,7 @@ def check_loadable(**paths: str | Path | None) -> None:
                 check_internvl_format(content)
             elif option != "vision_path" and "model_type" in content:
                 check_attention(content["model_type"])
-                check_kind(content)
+                check_kind(content, whole=option == "model_name_or_path")
 
 
 def _model_type(path: str | Path, option: str) -> str | None:
@@ -279,23 +292,25 @@ def _first_line(error: Exception) -> str:
 # --- do the parts fit -----------------------------------------------------------------------------
 
 
-def check_fit(config: Any, tokenizer: Any, down_sample_ratio: float | None = None) -> None:
+def check_fit(packed: PackedModel, tokenizer: Any, down_sample_ratio: float | None = None) -> None:
     """Check that tokens, tiles and model mean the same things.
 
     Raises:
         UserError: the tokenizer is another model's, or the tiles' reduction is not the model's.
     """
+    config = packed.config
     vocabulary = config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocabulary}: "
             "use the checkpoint's own tokenizer"
         )
-    if not hasattr(config, "vision_config"):
+    if packed.tower is None:
         return
-    if (token_id := image_token_id(tokenizer)) != config.image_token_id:
+    token = packed.tower.image_token
+    if (token_id := image_token_id(tokenizer, token)) != config.image_token_id:
         raise UserError(
-            f"<IMG_CONTEXT> is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
+            f"{token} is token {token_id} of the tokenizer and {config.image_token_id} of the model: "
             "use the checkpoint's own tokenizer"
         )
     if down_sample_ratio is not None and down_sample_ratio != config.downsample_ratio:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
+from .towers import TOWERS, find_tower
 
-KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
+KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss", "qwen2_5_vl_text", "qwen3_vl_text"})
 
 # fmt: off
 STATEFUL = frozenset({
@@ -27,6 +28,8 @@ OWN_ATTENTION = frozenset({
     "rembert", "roformer", "xglm", "xlm", "xlnet",
 })
 # fmt: on
+# Families whose image tokens see those after them: kept apart in a pack, they would still be computed otherwise.
+BIDIRECTIONAL = frozenset({"gemma3", "gemma3n", "gemma4", "paligemma", "molmo2", "deepseek_ocr2", "pi0"})
 INTERNVL_KINDS = frozenset({"internvl", "internvl_vision"})
 # Keys of config.json by which models that see or hear say so.
 OTHER_SENSES = ("vision_config", "audio_config", "visual", "vision_tower", "mm_vision_tower", "vision_encoder_config")
@@ -74,8 +77,11 @@ def check_attention(family: str | None) -> None:
         )
 
 
-def check_kind(content: Mapping[str, Any]) -> None:
-    """Refuse by its config.json what is neither an InternVL nor a language model, before its weights are fetched.
+def check_kind(content: Mapping[str, Any], whole: bool = True) -> None:
+    """Refuse by its config.json what is neither of a known family nor a language model, before its weights are fetched.
+
+    Args:
+        whole: a model with its vision tower is asked for, not a language model alone.
 
     Raises:
         UserError: a vision-language model of another family, or a language model that transformers does not have.
@@ -83,12 +89,17 @@ def check_kind(content: Mapping[str, Any]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     family = content["model_type"]
-    if family in INTERNVL_KINDS:
+    if family in INTERNVL_KINDS or (whole and find_tower(family) is not None):
         return
+    if family in BIDIRECTIONAL:
+        raise UserError(
+            f"{family!r} lets the tokens of an image see those after them, and packed attention is causal: it would be "
+            "trained otherwise than it is used; take an InternVL, a Qwen2.5-VL or a Qwen3-VL"
+        )
     if found := next((key for key in OTHER_SENSES if content.get(key)), None):
         raise UserError(
-            f"{family!r} is a multimodal model of another family than InternVL ({found} in its config): its images are "
-            "not made here; take an InternVL checkpoint, or its language model alone with --llm_path"
+            f"{family!r} is a multimodal model of another family than {', '.join(sorted(TOWERS))} ({found} in its "
+            "config): its images are not made here; take one of these, or its language model alone with --llm_path"
         )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(

@@ -8,7 +8,8 @@ A matrix product of (m, k) by (k, n) counts 2 m k n. The forward pass of a row i
                4 * window * Hq * D          a token, for a layer with a sliding window instead
     head       2 * V * H                    a token that has a label
     vision     2 * P_tower * patches        a tile           patches: those of a tile and the class token
-               4 * layers * Hv * D * patches^2               (every patch sees every patch)
+               4 * layers * Hv * D * patches^2               (every patch sees every patch; of native resolution
+                                                             those of its window, or of a picture of 256 tokens)
                2 * P_projector * tokens_per_tile
 
 and the backward pass twice that where weights are trained, once where only gradients pass through, nothing
@@ -24,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..packing.cost import attention_reach, feed_forward_rows
+from ..packing.cost import VisionSide, attention_reach, feed_forward_rows
 
 # bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
 PEAK_FLOPS = {
@@ -82,7 +83,11 @@ def flop_counts(
     trains_language: bool = True,
     trains_head: bool = True,
 ) -> FlopCounts:
-    """From a model's config (InternVL, or a causal language model) and which of its parts are trained."""
+    """From a model's config and which of its parts are trained.
+
+    Args:
+        config: of InternVL, of a model of native resolution, or of a causal language model.
+    """
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
@@ -100,24 +105,19 @@ def flop_counts(
         per_token=language_passes * 2 * matrices + attention_passes * 4 * windows * heads * head_dim,
         per_squared_token=attention_passes * 2 * full * heads * head_dim,
         per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
-        per_tile=_tile(config, text, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
+        per_tile=_tile(config, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
     )
 
 
-def _tile(config: Any, text: Any, trains_vision: bool, trains_projector: bool) -> float:
-    vision = config.vision_config
-    grid = [size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True)]
-    patches = grid[0] * grid[1]
-    rows, width = patches + 1, vision.hidden_size
-    embedding = 2 * patches * 3 * vision.patch_size[0] * vision.patch_size[1] * width
-    layer = 2 * rows * (4 * width**2 + 2 * width * vision.intermediate_size)
-    attention = 4 * rows**2 * width
-    merged = int(width / config.downsample_ratio**2)
-    tokens = int(patches * config.downsample_ratio**2)
-    projector = 2 * tokens * (merged * text.hidden_size + text.hidden_size**2)
+def _tile(config: Any, trains_vision: bool, trains_projector: bool) -> float:
+    vision = VisionSide.of(config.to_dict())
+    embedding = 2 * vision.pixels * vision.width
+    layers = 2 * vision.rows * vision.layers
+    attention = 4 * vision.rows * vision.seen * vision.width
+    projector = 2 * vision.tokens * vision.projector
     vision_passes = 3 if trains_vision else 1
     # The first matrices need no gradient of their input, the pixels.
-    tower = vision_passes * vision.num_hidden_layers * (layer + attention) + (2 if trains_vision else 1) * embedding
+    tower = vision_passes * (layers + attention) + (2 if trains_vision else 1) * embedding
     return tower + _passes(trains_projector, trains_vision) * projector
 
 

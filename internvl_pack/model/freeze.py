@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..checkpoints.lora import LANGUAGE_TARGETS, VISION_TARGETS, add_lora
+from ..checkpoints.lora import LANGUAGE_TARGETS, add_lora
 from ..errors import UserError
 from .packed import PackedModel
-from .parts import vision_layers
 
 
 def freeze(
@@ -34,15 +33,15 @@ def freeze(
         vision.requires_grad_(False)
     if freeze_llm:
         language.requires_grad_(False)
-    if use_backbone_lora:
-        add_lora(vision, use_backbone_lora, VISION_TARGETS, "use_backbone_lora")
+    if use_backbone_lora and packed.tower is not None:
+        add_lora(vision, use_backbone_lora, packed.tower.lora_targets, "use_backbone_lora")
     if use_llm_lora:
         language.requires_grad_(False)
         add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
     if freeze_mlp:
         projector.requires_grad_(False)
-    if unfreeze_vit_layers:
-        layers = vision_layers(vision)
+    if unfreeze_vit_layers and packed.tower is not None:
+        layers = packed.tower.layers
         if unfreeze_vit_layers >= len(layers):
             raise UserError(
                 f"--unfreeze_vit_layers {unfreeze_vit_layers}: the vision tower has layers 0 to {len(layers) - 1}"
@@ -57,8 +56,9 @@ def freeze(
 
 def unused_vision_layers(packed: PackedModel) -> list[nn.Module]:
     """Layers after the one whose features are taken (InternVL's select_layer): no gradient ever reaches them."""
-    if not packed.has_vision or not isinstance(packed.config.vision_feature_layer, int):
+    # an index into [embeddings, after layer 1, after layer 2, ...]
+    used = getattr(packed.config, "vision_feature_layer", None)
+    if packed.tower is None or not isinstance(used, int):
         return []
-    layers = vision_layers(packed.vision_modules[0])
-    used = packed.config.vision_feature_layer  # an index into [embeddings, after layer 1, after layer 2, ...]
+    layers = packed.tower.layers
     return list(layers[used if used >= 0 else len(layers) + 1 + used :])

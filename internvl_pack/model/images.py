@@ -10,14 +10,18 @@ from torch import Tensor
 # ImageNet statistics, as InternVL's image processor uses them.
 IMAGE_MEAN = (0.485, 0.456, 0.406)
 IMAGE_STD = (0.229, 0.224, 0.225)
+Colours = tuple[float, float, float]
 
 
-def normalize_tiles(tiles: Tensor, dtype: torch.dtype) -> Tensor:
+def normalize_tiles(
+    tiles: Tensor, dtype: torch.dtype, statistics: tuple[Colours, Colours] = (IMAGE_MEAN, IMAGE_STD)
+) -> Tensor:
     """uint8 tiles to the vision tower's input: (x / 255 - mean) / std, computed in float32.
 
     Args:
         tiles: (T, 3, S, S) uint8; a floating type is taken as normalised already.
         dtype: of the result.
+        statistics: mean and std of red, green and blue.
 
     Raises:
         ValueError: another shape or type.
@@ -28,15 +32,15 @@ def normalize_tiles(tiles: Tensor, dtype: torch.dtype) -> Tensor:
         return tiles.to(dtype)
     if tiles.dtype != torch.uint8:
         raise ValueError(f"pixel_values must be uint8 tiles (or normalised floats), is {tiles.dtype}")
-    mean, std = _statistics(tiles.device)
+    mean, std = _statistics(statistics, tiles.device)
     apart = tiles.to(torch.float32, memory_format=torch.contiguous_format)  # loaders keep a pixel's colours together
     return apart.div_(255.0).sub_(mean).div_(std).to(dtype)
 
 
 @functools.cache
-def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+def _statistics(statistics: tuple[Colours, Colours], device: torch.device) -> tuple[Tensor, Tensor]:
     """(3, 1, 1) mean and std; kept, since copying constants to a device waits for it."""
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in statistics)
     return mean, std
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
-from ..packing.cost import FeedForward
+from ..packing.cost import FeedForward, VisionSide
 
 HALF, FLOAT = 2, 4  # bytes
 BUCKET = 500_000_000  # elements of a bucket of gradients, in the configs shipped
@@ -65,7 +65,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """From a `config.json` of an InternVL, in transformers' layout or its own.
+        """From a `config.json` of an InternVL, in transformers' layout or its own, or of a model of native resolution.
 
         Raises:
             UserError: a number that is needed is missing.
@@ -76,23 +76,22 @@ class Sizes:
         try:
             h, layers = text["hidden_size"], text["num_hidden_layers"]
             heads, vocabulary = text["num_attention_heads"], text["vocab_size"]
-            w, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
-            side, patch = (_side(vision[name]) for name in ("image_size", "patch_size"))
+            tower = VisionSide.of(config)
         except KeyError as error:
             raise UserError(f"{error.args[0]} is missing in the model's config") from error
         mlp = FeedForward.of(text)
         head = text.get("head_dim") or h // heads
         queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
-        shrink = config.get("downsample_ratio", 0.5)
-        patches, merged = (side // patch) ** 2 + 1, round(w / shrink**2)
+        w, patches = tower.width, tower.rows
         widest = mlp.active * (2 * h + 2 * mlp.inner) if mlp.sparse else 2 * mlp.width
+        embedded = tower.pixels * w // (tower.rows - ("spatial_merge_size" not in vision))
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", h < SMALLEST_UNTIED))
         return cls(
-            vision_layers=depth * (4 * w * w + 2 * w * inner),
+            vision_layers=tower.layers,
             decoder_layers=layers * (2 * h * queries + 2 * h * keys) + h * mlp.rows(mlp.experts),
-            rest=vocabulary * h * (1 if tied else 2) + merged * h + h * h + 3 * patch**2 * w + patches * w,
-            depths=(depth, layers),
-            kept=(HALF * patches * (8 * w + 2 * inner), HALF * (4 * h + 2 * keys + widest)),
+            rest=vocabulary * h * (1 if tied else 2) + tower.projector + embedded + tower.positions * w,
+            depths=(tower.depth, layers),
+            kept=(HALF * patches * (8 * w + 2 * tower.inner), HALF * (4 * h + 2 * keys + widest)),
             inputs=(HALF * patches * w, HALF * h),
             uncompiled=(UNCOMPILED, UNCOMPILED_EXPERTS if mlp.sparse else UNCOMPILED),
             vocabulary=vocabulary,
@@ -102,10 +101,6 @@ class Sizes:
 
 # Width from which on language models of the family have a head of their own (Qwen2.5: 0.5B to 3B are tied).
 SMALLEST_UNTIED = 3000
-
-
-def _side(value: Any) -> int:
-    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ every rank makes the same collective calls whatever its row holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,10 @@ from .families import check_family, logit_scale, longest_exact_segment
 from .fp8 import fill_row
 from .images import join_without_images, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
-from .towers import make_tower
+from .towers import Features, make_tower
+
+# Places in the flat row, int64 (M,), and for each of the first decoder layers what is added there, (M, H).
+_DeepFeatures = tuple[Tensor, tuple[Tensor, ...]]
 
 
 @dataclass
@@ -180,6 +183,7 @@ class PackedModel(nn.Module):
         cu_seqlens_padded: Tensor | None = None,
         prefix_of: Tensor | None = None,
         pixel_values: Tensor | None = None,
+        image_grids: Sequence[tuple[int, int]] = (),
         labels: Tensor | None = None,
         loss_weight: Tensor | None = None,
         loss_normalizer: Tensor | float | None = None,
@@ -197,7 +201,8 @@ class PackedModel(nn.Module):
 
         Args:
             input_ids, position_ids: (1, N) int64, positions restarting at 0 in each segment; or (B, L)
-                padded on the right, with `attention_mask` and without `cu_seqlens`.
+                padded on the right, with `attention_mask` and without `cu_seqlens`. Positions of a model of native
+                resolution are (3, 1, N) or (3, B, L).
             cu_seqlens: int32 (S+1,), and max_seqlen, an int; validated here where it is on the host, by
                 the collator otherwise.
             cu_seqlens_padded: like cu_seqlens, where segments carry pads of their own (pad_seq_to_mult): where they lie
@@ -206,6 +211,7 @@ class PackedModel(nn.Module):
                 prefix, -1 for none. On the host, as cu_seqlens then: a CUDA tensor is waited for. A branch follows its
                 prefix, and its positions go on at the prefix's end (batch/collate.py).
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
+            image_grids: (rows, columns) of tiles of each picture, for a model of native resolution.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
             loss_normalizer: what the weighted sum is divided by, None for this row's own sum of weights.
             num_loss_tokens, num_image_tokens: labelled targets and image tokens as the collator counted
@@ -220,7 +226,8 @@ class PackedModel(nn.Module):
         Raises:
             ValueError: shapes, boundaries or image tokens that do not fit together.
         """
-        _check_shapes(input_ids, position_ids=position_ids, labels=labels, loss_weight=loss_weight)
+        _check_shapes(input_ids, labels=labels, loss_weight=loss_weight)
+        self._check_positions(input_ids, position_ids)
         cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
@@ -239,14 +246,16 @@ class PackedModel(nn.Module):
             raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
 
         embeddings = self.model.get_input_embeddings()(part.take(input_ids))
+        deep: _DeepFeatures | None = None
         if self.has_vision:
-            embeddings = self._with_images(embeddings, input_ids, pixel_values, num_image_tokens, part)
+            found = (input_ids, pixel_values, image_grids, num_image_tokens)
+            embeddings, deep = self._with_images(embeddings, *found, part)
         places = None if position_ids is None else part.take(position_ids)
         routing = self.routing if self.training else None
         if routing is not None:
             given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
             routing.begin(part.take(real_tokens(input_ids, *given), False))
-        hidden = self._decode(embeddings, places, part, attention_mask, tree_links)
+        hidden = self._decode(embeddings, places, part, attention_mask, tree_links, deep)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
@@ -271,6 +280,15 @@ class PackedModel(nn.Module):
             UserError: a model without experts.
         """
         self.routing = RoutingSums(self.language_model)
+
+    def _check_positions(self, input_ids: Tensor, position_ids: Tensor | None) -> None:
+        axes = (3,) if self.tower is not None and self.tower.grid_positions else ()
+        if position_ids is not None and position_ids.shape != (*axes, *input_ids.shape):
+            rule = " with three axes before: collate with grid_positions=True" if axes else ""
+            raise ValueError(
+                f"position_ids is {tuple(position_ids.shape)}, input_ids is {tuple(input_ids.shape)}: they must agree"
+                + rule
+            )
 
     @staticmethod
     def _own_slice(
@@ -305,7 +323,9 @@ class PackedModel(nn.Module):
             starts = lengths[before.clamp(min=0).long()] * (before >= 0)
             longest = int((lengths + starts).max())
         if position_ids.device.type == cu_seqlens.device.type == "cpu":
-            first = position_ids[0, cu_seqlens[:-1].long()]
+            first = position_ids.flatten(0, -2)[0, cu_seqlens[:-1].long()]
+            if position_ids.ndim == 3:  # where a branch goes on depends on the pictures of its prefix
+                starts = first.where(starts > 0, 0).to(starts.dtype)
             if not torch.equal(first, starts.to(first.dtype)):
                 segment = int((first != starts).nonzero()[0])
                 rule = f"go on at its prefix's length, {starts[segment]}" if starts[segment] else "restart at 0"
@@ -339,19 +359,28 @@ class PackedModel(nn.Module):
         embeddings: Tensor,
         input_ids: Tensor,
         pixel_values: Tensor | None,
+        image_grids: Sequence[tuple[int, int]],
         num_image_tokens: int | None,
         part: RowSlice,
-    ) -> Tensor:
-        """Of this rank's tokens, (1, n, H): each rank encodes its share of the row's tiles, and gets all features."""
+    ) -> tuple[Tensor, _DeepFeatures | None]:
+        """Of this rank's tokens, (1, n, H): each rank encodes its share of the row's tiles, and gets all features.
+
+        Second, what is to be added after the first decoder layers, and where.
+        """
         num_tiles = 0 if pixel_values is None else len(pixel_values)
         positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
         mine = None if pixel_values is None else own_tiles(pixel_values, self.sequence_group)
-        features = self.image_features(self._tiles_or_zeros(mine, embeddings.device))
+        features, deep = self._features(
+            self._tiles_or_zeros(mine, embeddings.device), image_grids if num_tiles else [(1, 1)]
+        )
         if not num_tiles:
-            return join_without_images(embeddings, features)
+            for each in (features, *deep):
+                embeddings = join_without_images(embeddings, each)
+            return embeddings, None
         features = gather_tiles(features, num_tiles, self.sequence_group)
         here = part.local(positions, input_ids.shape[1])
-        return place_features(embeddings, features.reshape(-1, features.shape[-1]), here, part.places is not None)
+        placed = place_features(embeddings, features.reshape(-1, features.shape[-1]), here, part.places is not None)
+        return placed, (here, deep) if deep else None
 
     def _image_positions(self, input_ids: Tensor, num_tiles: int, num_image_tokens: int | None) -> Tensor:
         """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
@@ -378,12 +407,17 @@ class PackedModel(nn.Module):
 
     def image_features(self, tiles: Tensor) -> Tensor:
         """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
+        return self._features(tiles).tokens
+
+    def _features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = ()) -> Features:
         assert self.tower is not None, "called for models that have one"
         trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
         chunks = tiles.split(self.vision_micro_tiles or len(tiles))
         with contextlib.nullcontext() if trained or tiles.requires_grad else torch.no_grad():
-            features = [self.tower.features(chunk, is_compiled=self.is_compiled) for chunk in chunks]
-            return features[0] if len(features) == 1 else torch.cat(features)
+            if len(chunks) == 1:
+                return self.tower.features(tiles, grids, is_compiled=self.is_compiled)
+            features = [self.tower.features(chunk, is_compiled=self.is_compiled).tokens for chunk in chunks]
+            return Features(torch.cat(features))
 
     def _decode(
         self,
@@ -392,12 +426,15 @@ class PackedModel(nn.Module):
         part: RowSlice,
         attention_mask: Tensor | None,
         tree_links: TreeLinks | None,
+        deep: _DeepFeatures | None = None,
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         num_tokens = embeddings.shape[1]
         if self.fp8:
             embeddings, position_ids, part, attention_mask = fill_row(embeddings, position_ids, part, attention_mask)
-        inputs = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
+        if deep is not None:
+            inputs["deep_features"] = deep
         if part.cu_seqlens is None:
             hidden = self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
         else:

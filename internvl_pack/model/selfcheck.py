@@ -116,12 +116,15 @@ def _run(
 ) -> dict[str, Tensor]:
     """The row's logits and what each component gave, in order."""
     lengths = [len(s["ids"]) for s in segments]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    native = core.tower is not None and core.tower.grid_positions  # a picture of one token has a text's positions
     batch = {
         "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        "position_ids": (positions.expand(3, 1, -1) if native else positions).to(device),
         "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
         "max_seqlen": max(lengths),
         "pixel_values": torch.cat([s["tile"] for s in segments]).to(device) if core.has_vision else None,
+        "image_grids": [(1, 1)] * len(segments) if native else [],
     }
     with _recording(core) as seen:
         logits = call(**batch)["logits"]

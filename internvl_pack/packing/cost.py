@@ -67,19 +67,14 @@ class CostModel:
         matrices = layers * (2 * hidden * queries + 2 * hidden * keys) + hidden * feed_forward_rows(text)
         matrices += _number(text, "vocab_size") * hidden
 
-        width, depth = _number(vision, "hidden_size"), _number(vision, "num_hidden_layers")
-        side = _side(vision, "image_size") // _side(vision, "patch_size")
-        patches = side * side + 1  # with the class token
-        tower = depth * (4 * width * width + 2 * width * _number(vision, "intermediate_size"))
-        shrink = float(config.get("downsample_ratio", 0.5))
-        merged = round(width / shrink**2)
-        projector = merged * hidden + hidden * hidden
+        tower = VisionSide.of(config)
         times = _FORWARD_AND_BACKWARD * _FLOPS
         full, windows = attention_reach(text)
         return cls(
             token=times * (matrices + 2 * windows * queries),
             attention=times * full * queries,  # scores and values, halved by the causal mask
-            tile=times * (patches * tower + 2 * depth * width * patches**2 + round(side**2 * shrink**2) * projector),
+            tile=times
+            * (tower.rows * tower.layers + 2 * tower.width * tower.rows * tower.seen + tower.tokens * tower.projector),
         )
 
     @classmethod
@@ -165,6 +160,86 @@ class FeedForward:
     def rows(self, experts: int) -> int:
         """Rows of all matrices, with so many experts of each layer: three of a width, and a router's one an expert."""
         return 3 * self.dense * self.width + self.sparse * (3 * experts * self.inner + self.experts)
+
+
+# Patches of a picture of native resolution, of which all see each other, where none is given: 256 tokens.
+PICTURE_PATCHES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSide:
+    """A vision tower and its projector, by what a tile needs.
+
+    A tile of a tower of native resolution is one token; what attention costs it depends on its picture, which is taken
+    to have PICTURE_PATCHES patches.
+
+    Attributes:
+        width, depth: of the tower, and how many layers it has.
+        layers: elements of the matrices of all layers.
+        inner: width of a layer's MLP, of all its matrices that read the tower's width.
+        rows: patches of a tile, with the class token where there is one.
+        pixels: elements of a tile that its patches are made of.
+        seen: patches that a patch sees, summed over the layers.
+        tokens: of a tile.
+        projector: elements of the matrices that a token meets after the tower.
+        positions: rows of the table of positions.
+    """
+
+    width: int
+    depth: int
+    layers: int
+    inner: int
+    rows: int
+    pixels: int
+    seen: int
+    tokens: int
+    projector: int
+    positions: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> VisionSide:
+        """Of a model's config, one of InternVL or one of native resolution (which says `spatial_merge_size`).
+
+        Raises:
+            UserError: a number that is needed is missing.
+        """
+        text, vision = config.get("text_config") or config["llm_config"], config["vision_config"]
+        native = "spatial_merge_size" in vision
+        hidden, width, patch = _number(text, "hidden_size"), _number(vision, "hidden_size"), _side(vision, "patch_size")
+        depth = _number(vision, "depth" if native else "num_hidden_layers")
+        if not native:
+            inner, side = _number(vision, "intermediate_size"), _side(vision, "image_size") // patch
+            shrink = float(config.get("downsample_ratio", 0.5))
+            return cls(
+                width=width,
+                depth=depth,
+                layers=depth * (4 * width * width + 2 * width * inner),
+                inner=inner,
+                rows=side * side + 1,
+                pixels=side * side * 3 * patch * patch,
+                seen=depth * (side * side + 1),
+                tokens=round(side**2 * shrink**2),
+                projector=round(width / shrink**2) * hidden + hidden * hidden,
+                positions=side * side + 1,
+            )
+        merge = _number(vision, "spatial_merge_size")
+        windows = vision.get("window_size")  # its towers have gated MLPs, too
+        inner = _number(vision, "intermediate_size") * (2 if windows else 1)
+        full = len(vision["fullatt_block_indexes"]) if windows else depth
+        window = (int(windows) // patch) ** 2 if windows else 0
+        merged = width * merge**2
+        return cls(
+            width=width,
+            depth=depth,
+            layers=depth * (4 * width * width + width * (inner + _number(vision, "intermediate_size"))),
+            inner=inner,
+            rows=merge**2,
+            pixels=merge**2 * 3 * int(vision.get("temporal_patch_size", 2)) * patch * patch,
+            seen=full * PICTURE_PATCHES + (depth - full) * window,
+            tokens=1,
+            projector=(merged * merged + merged * hidden) * (1 + len(vision.get("deepstack_visual_indexes") or ())),
+            positions=int(vision.get("num_position_embeddings") or 0),
+        )
 
 
 def feed_forward_rows(text: Mapping[str, Any]) -> int:

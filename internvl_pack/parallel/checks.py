@@ -134,6 +134,15 @@ def check_fp8(recipe: str | None, sequence_parallel_size: int) -> None:
         )
 
 
+def check_pictures(tower: Any, model_type: str, sequence_parallel_size: int) -> None:
+    """Refuse pictures of native resolution, which are not shared out among ranks."""
+    if tower is not None and tower.grid_positions:
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} does not go with a {model_type!r} model yet: leave it "
+            "out"
+        )
+
+
 def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
     """Refuse padded batches: only a packed row is cut."""
     if not use_packed_ds:

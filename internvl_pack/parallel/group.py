@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from .checks import MODES, check_fp8, check_mode, check_model, check_world
+from .checks import MODES, check_fp8, check_mode, check_model, check_pictures, check_world
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
         packed.share_rows(None)
         return
     check_fp8(packed.fp8, group.size)
+    check_pictures(packed.tower, packed.config.model_type, group.size)
     for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
     packed.share_rows(group)

@@ -170,16 +170,17 @@ class _Room:
     left_out: int = 0
 
     def thumbnail(self, tile: np.ndarray) -> bytes | None:
-        """A tile (3, S, S) as a small JPEG, or None where the page is full."""
+        """A tile or picture (3, height, width) as a small JPEG, or None where the page is full."""
         from PIL import Image
 
         if self.pictures <= 0:
             self.left_out += 1
             return None
         image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
-        side = min(self.tile_pixels, image.width)
+        scale = min(1.0, self.tile_pixels / max(image.size))
+        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
         out = io.BytesIO()
-        image.resize((side, side), Image.Resampling.BOX).save(out, "JPEG", quality=_JPEG_QUALITY, optimize=True)
+        image.resize(size, Image.Resampling.BOX).save(out, "JPEG", quality=_JPEG_QUALITY, optimize=True)
         self.pictures -= len(out.getvalue())
         return out.getvalue()
 
@@ -235,11 +236,12 @@ def _row(batch: dict[str, Any], number: int, decoder: _Decoder, *, max_text: int
 
 def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterator[SegmentView]:
     names = ("input_ids", "labels", "position_ids", "loss_weight")
-    ids, labels, positions, weights = (batch[name][0].numpy() for name in names)
+    ids, labels, positions, weights = (batch[name].flatten(0, -2)[0].numpy() for name in names)
     places, lengths = row_boundaries(batch).tolist(), batch["cu_seqlens"].diff().tolist()
     tile_offsets = batch["segment_tile_offsets"].tolist()
     images = [*pairwise(batch["image_offsets"].tolist())]
     pixels = batch["pixel_values"].numpy()
+    grids = dict(zip((first for first, _ in images), batch.get("image_grids", ()), strict=False))
     detailed = decoder.room.segments >= len(lengths)
     decoder.room.segments -= len(lengths)
     prefix_of = batch["prefix_of"].tolist() if "prefix_of" in batch else [-1] * len(lengths)
@@ -251,7 +253,8 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
         pieces = None
         if detailed and sample_id not in (PAD_ID, FILLER_ID):
             most = max(MIN_TEXT, max_text // max(1, len(lengths)))
-            pieces = decoder.pieces(ids[row], trained, [pixels[a:b] for a, b in own], max_text=most)
+            shown = [_joined(pixels[a:b], grids.get(a)) for a, b in own]
+            pieces = decoder.pieces(ids[row], trained, shown, max_text=most)
         yield SegmentView(
             sample_id=batch["sample_ids"][i + 1] if sample_id == PREFIX_ID else sample_id,
             fragment=tuple(fragment),
@@ -268,6 +271,14 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
             prefix=prefix_of[i] if prefix_of[i] >= 0 else None,
             branches=prefix_of.count(i),
         )
+
+
+def _joined(tiles: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
+    """Tiles (t, 3, S, S) of an image; of one with a grid (rows, columns) the picture that they are of, as one."""
+    if grid is None:
+        return tiles
+    cells = tiles.reshape(*grid, *tiles.shape[1:]).transpose(2, 0, 3, 1, 4)
+    return cells.reshape(1, 3, grid[0] * tiles.shape[2], grid[1] * tiles.shape[3])
 
 
 def runs_of(flags: np.ndarray) -> tuple[tuple[int, int], ...]:

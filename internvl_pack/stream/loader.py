@@ -383,6 +383,7 @@ def packed_collator(
         pad_seq_to_mult=pad_seq_to_mult,
         pad_cu_seqlens_to=pad_cu_seqlens_to,
         image_token_id=dataset.encoder.image_context_id,
+        grid_positions=dataset.encoder.grid_positions,
         pairs=dataset.encoder.config.objective != "sft",
         branch_keys=branch_keys,
     )

@@ -273,10 +273,17 @@ def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Seg
     num_loss_tokens = encoded.record.num_loss_tokens
     if len(ids) < encoded.record.num_tokens:  # truncated: what is left is the whole sample
         num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
-    per_image = tuple(image.grid.num_tiles for image in images_of(encoded, fragment))
-    place = (fragment.index, fragment.count)
+    grids = [image.grid for image in images_of(encoded, fragment)]
     return Segment(
-        encoded.record.sample_id, place, ids, labels, tiles, per_image, num_loss_tokens, encoded.record.branches
+        encoded.record.sample_id,
+        (fragment.index, fragment.count),
+        ids,
+        labels,
+        tiles,
+        tuple(grid.num_tiles for grid in grids),
+        num_loss_tokens,
+        encoded.record.branches,
+        tuple(grid.columns for grid in grids),
     )
 
 

@@ -1,4 +1,4 @@
-"""A tiny tokenizer and a tiny InternVL, built offline, for the quickstart, the tests and smoke runs.
+"""A tiny tokenizer and a tiny InternVL or Qwen-VL, built offline, for the quickstart, the tests and smoke runs.
 
 Same classes, same special tokens and same code paths as the published checkpoints; random weights.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InternVLConfig,
         InternVLForConditionalGeneration,
         PreTrainedConfig,
+        PreTrainedModel,
         PreTrainedTokenizerBase,
         PreTrainedTokenizerFast,
     )
@@ -30,6 +31,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+NATIVE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+# Contents are a string, or a list of parts, of which images are written as processors want them.
+NATIVE_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 # The words of made-up data.
 WORDS = (
     "one", "two", "three", "four", "packs", "rows", "tiles", "lanes",
@@ -37,8 +47,8 @@ WORDS = (
 )  # fmt: skip
 
 
-def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`, with the ChatML and InternVL special tokens.
+def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048, family: str = "internvl") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`, with ChatML's special tokens and a family's, one of FAMILIES.
 
     Every string round-trips (the 256 bytes are in the alphabet). The same texts give the same tokenizer.
     """
@@ -48,7 +58,8 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS + IMAGE_TOKENS + OTHER_TOKENS]
+    images = IMAGE_TOKENS if family == "internvl" else NATIVE_TOKENS
+    special = [AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS + images + OTHER_TOKENS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -63,7 +74,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
         clean_up_tokenization_spaces=False,
         padding_side="right",
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE if family == "internvl" else NATIVE_CHAT_TEMPLATE
     return fast
 
 
@@ -93,6 +104,7 @@ def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
 
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
 LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
+FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl")
 
 
 def tiny_text_config(
@@ -173,11 +185,86 @@ def tiny_internvl(
         return InternVLForConditionalGeneration(tiny_internvl_config(tokenizer, llm, **settings))
 
 
+def tiny_native_config(
+    tokenizer: PreTrainedTokenizerBase, family: str, *, hidden_size: int = 64, num_layers: int = 2
+) -> PreTrainedConfig:
+    """Config of a tiny Qwen2.5-VL or Qwen3-VL: tokens of 28 or 32 pixels a side, 2 vision and 2 decoder layers."""
+    from transformers import AutoConfig
+
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    section = hidden_size // 8  # rotary frequencies of a head, shared among time, height and width
+    axis = section // 3
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    rope["mrope_section"] = [section - 2 * axis, axis, axis]
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": hidden_size,
+        "initializer_range": 0.05,
+    }
+    if family == "qwen2_5_vl":
+        vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]}
+    else:
+        vision |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        rope["mrope_interleaved"] = True
+        text["head_dim"] = hidden_size // 4
+    ids = tokenizer.get_added_vocab()
+    return AutoConfig.for_model(
+        family,
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_native(tokenizer: PreTrainedTokenizerBase, family: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A tiny model of native resolution with seeded random weights, float32; see `tiny_native_config`."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForImageTextToText.from_config(tiny_native_config(tokenizer, family, **settings))
+
+
 def save_tiny_checkpoint(
-    directory: Path | str, tokenizer: PreTrainedTokenizerBase, llm: str = "qwen2", **settings: Any
+    directory: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+    llm: str = "qwen2",
+    *,
+    family: str = "internvl",
+    **settings: Any,
 ) -> Path:
-    """Write a tiny model and its tokenizer as an ordinary checkpoint, which `from_pretrained` loads."""
+    """Write a tiny model and its tokenizer as an ordinary checkpoint, which `from_pretrained` loads.
+
+    Args:
+        family: one of FAMILIES; `llm` and `settings` are InternVL's, of others see `tiny_native_config`.
+    """
     directory = Path(directory)
-    tiny_internvl(tokenizer, llm, **settings).save_pretrained(directory)
+    model: PreTrainedModel
+    if family == "internvl":
+        model = tiny_internvl(tokenizer, llm, **settings)
+    else:
+        model = tiny_native(tokenizer, family, **settings)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

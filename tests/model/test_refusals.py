@@ -17,7 +17,7 @@ from internvl_pack.model.build import build_model, check_loadable
 @pytest.mark.parametrize(
     "content, message",
     [
-        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}}, "'qwen2_5_vl' is a multimodal model of another"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "'qwen2_vl' is a multimodal model of another"),
         ({"model_type": "llava", "vision_config": {"model_type": "clip"}}, "'llava' is a multimodal model of another"),
         (
             {"model_type": "qwen2_audio", "audio_config": {"d_model": 8}},

@@ -44,7 +44,7 @@ DEFAULTS = {
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
     "use_packed_ds": False,
-    "num_images_expected": 40,
+    "num_images_expected": None,  # 40, or of native resolution max_packed_tokens
     "max_packed_tokens": 8192,
     "max_buffer_size": 64,
 }

@@ -5,11 +5,12 @@ Its other half, in the model, is model/towers/. Both are found by the `model_typ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...errors import UserError
 from ...plugins import load_plugins
-from . import internvl
+from . import internvl, native
 from .base import FAMILIES, PictureFamily, register_family
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..sample import EncodeConfig
 
-__all__ = ["PictureFamily", "internvl", "make_family", "register_family"]
+__all__ = ["PictureFamily", "find_family", "internvl", "make_family", "native", "register_family"]
 
 
 def make_family(config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> PictureFamily:
@@ -26,8 +27,14 @@ def make_family(config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> Pic
     Raises:
         UserError: there is none of this name, or the tokenizer lacks its tokens.
     """
-    if config.family not in FAMILIES:
-        load_plugins()
-    if config.family not in FAMILIES:
+    factory = find_family(config.family)
+    if factory is None:
         raise UserError(f"family is {config.family!r}: use one of {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[config.family](config, tokenizer)
+    return factory(config, tokenizer)
+
+
+def find_family(model_type: str | None) -> Callable[..., PictureFamily] | None:
+    """The factory registered under a `model_type`, those of plugins included; None where there is none."""
+    if model_type is not None and model_type not in FAMILIES:
+        load_plugins()
+    return FAMILIES.get(model_type or "")

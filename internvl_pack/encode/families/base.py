@@ -26,10 +26,15 @@ class PictureFamily(Protocol):
     Attributes:
         image_token_id: of the tokens that the features of tiles replace.
         unused_options: fields of EncodeConfig that mean nothing to it, and stand in no fingerprint.
+        grid_positions: whether the model tells rows and columns of a picture's tokens by their positions (native.py).
+            Tiles are then one token each, their grid is the tokens'.
+        takes_videos: whether a frame is a picture to it; a sample with a video is refused elsewhere.
     """
 
     image_token_id: int
     unused_options: frozenset[str]
+    grid_positions: bool
+    takes_videos: bool
 
     def plan(self, size: tuple[int, int], num_images: int, max_dynamic_patch: int) -> TileGrid:
         """The grid of a picture.
@@ -55,6 +60,9 @@ class Bordered:
     Args:
         start, context, end: the tokens.
     """
+
+    grid_positions = False
+    takes_videos = True
 
     def __init__(
         self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase, start: str, context: str, end: str

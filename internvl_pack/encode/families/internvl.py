@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class InternVLPictures(Bordered):
     """See PictureFamily."""
 
-    unused_options = frozenset({"family"})
+    unused_options = frozenset({"family", "min_pixels", "max_pixels"})
 
     def __init__(self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer, "<img>", "<IMG_CONTEXT>", "</img>")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,27 +12,57 @@ from ...plugins import add_to
 if TYPE_CHECKING:
     import torch
 
+    from ..attention import Kernel
+
+
+class Features(NamedTuple):
+    """What a tower makes of T tiles.
+
+    Attributes:
+        tokens: (T, tokens_per_tile, H), in the language model's width.
+        deep: of earlier layers, for the first decoder layers, each (T * tokens_per_tile, H).
+    """
+
+    tokens: Tensor
+    deep: tuple[Tensor, ...] = ()
+
 
 class Tower(Protocol):
-    """A vision tower and its projector within a model that is not changed.
+    """A vision tower and its projector within a model.
 
     Attributes:
         modules: the tower and the projector.
+        layers: of the tower.
+        lora_targets: names of the tower's linear layers that LoRA goes on.
+        image_token: of the tokenizer, for the tokens that features replace.
         tokens_per_tile: features that a tile becomes.
         tile_size: (height, width) of a tile in pixels.
+        grid_positions: whether it needs the grids of pictures, and the decoder positions of three axes.
     """
 
     modules: list[nn.Module]
+    layers: nn.ModuleList
+    lora_targets: tuple[str, ...]
+    image_token: str
     tokens_per_tile: int
     tile_size: tuple[int, int]
+    grid_positions: bool
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the tower's weights."""
         ...
 
-    def features(self, tiles: Tensor, *, is_compiled: bool = False) -> Tensor:
-        """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H) in the language model's width."""
+    def use_kernel(self, kernel: Kernel) -> None:
+        """Attention by `kernel`, the language model's, where that is made for it."""
+        ...
+
+    def features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = (), *, is_compiled: bool = False) -> Features:
+        """Of tiles (T, 3, S, S), uint8 or normalised.
+
+        Args:
+            grids: (rows, columns) of tiles of each picture, with `grid_positions`.
+        """
         ...
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...checkpoints.lora import VISION_TARGETS
+from ..attention import Kernel
 from ..images import normalize_tiles
-from .base import register_tower
+from ..parts import vision_layers
+from ..vision import use_tile_attention
+from .base import Features, register_tower
 
 
 @register_tower("internvl")
 class InternVLTower:
     """See Tower."""
+
+    lora_targets = VISION_TARGETS
+    image_token = "<IMG_CONTEXT>"
+    grid_positions = False
 
     def __init__(self, model: Any) -> None:
         self._model, self._config = model, model.config
@@ -23,6 +32,10 @@ class InternVLTower:
     @property
     def modules(self) -> list[nn.Module]:
         return [self._model.get_submodule(f"model.{name}") for name in ("vision_tower", "multi_modal_projector")]
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return vision_layers(self.modules[0])
 
     @property
     def tokens_per_tile(self) -> int:
@@ -35,14 +48,18 @@ class InternVLTower:
         tower: Any = self.modules[0]
         return tower.dtype
 
-    def features(self, tiles: Tensor, *, is_compiled: bool = False) -> Tensor:
+    def use_kernel(self, kernel: Kernel) -> None:
+        use_tile_attention(self._model, kernel)
+
+    def features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = (), *, is_compiled: bool = False) -> Features:
         num_tiles = len(tiles)
         tiles = normalize_tiles(tiles, self.dtype)
         if is_compiled and num_tiles == 1:
             tiles = torch.cat([tiles, torch.zeros_like(tiles)])  # a batch of one is compiled apart
-        return self._model.get_image_features(
+        features = self._model.get_image_features(
             pixel_values=tiles,
             vision_feature_layer=self._config.vision_feature_layer,
             vision_feature_select_strategy=self._config.vision_feature_select_strategy,
             return_dict=True,
-        ).pooler_output[:num_tiles]
+        ).pooler_output
+        return Features(features[:num_tiles])

@@ -1,0 +1,95 @@
+"""Models of native resolution: packed, they give what their own forward gives sample by sample from its processor's
+inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import native_samples as native
+from helpers.model_samples import assert_same_gradients, gradients
+
+from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.model.selfcheck import check_isolation
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return native.native_tokenizer()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, tokenizer):
+    """A model, samples with and without images, and of all of them the loss and gradients one by one."""
+    packed = native.tiny_packed(tokenizer, request.param)
+    segments = native.segments_of(tokenizer, request.param)
+    plain = native.plain_twin(packed)
+    loss = native.reference_loss(plain, request.param, segments)
+    loss.backward()
+    return packed, request.param, segments, loss.item(), gradients(plain)
+
+
+def losses(packed, batch):
+    packed.zero_grad(set_to_none=True)
+    loss = packed(**batch).loss
+    loss.backward()
+    return loss.item(), gradients(packed.model)
+
+
+@pytest.mark.parametrize("collate", [packed_collate_fn, padded_collate_fn])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(case, tokenizer, collate, checkpointed):
+    packed, family, segments, expected, expected_gradients = case
+    if checkpointed:
+        packed.gradient_checkpointing_enable()
+    loss, found = losses(packed, native.collated(tokenizer, family, segments, collate))
+    packed.gradient_checkpointing_disable()
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert_same_gradients(found, expected_gradients)
+
+
+def test_text_alone_gives_the_same_and_zero_gradients_to_the_tower(case, tokenizer):
+    packed, family, *_ = case
+    segments = native.segments_of(tokenizer, family, TEXT)
+    expected = native.reference_loss(native.plain_twin(packed), family, segments)
+    loss, found = losses(packed, native.collated(tokenizer, family, segments))
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    vision = {name: g for name, g in found.items() if ".visual." in name}
+    assert len(vision) == len(list(packed.model.model.visual.parameters()))
+    assert not any(g.any() for g in vision.values())
+
+
+def test_positions_are_those_of_the_model_sample_by_sample(case, tokenizer):
+    packed, family, segments, *_ = case
+    batch = native.collated(tokenizer, family, segments, pad_seq_to_mult=4)
+    starts = batch["cu_seqlens_padded"].tolist()
+    for s, start in zip(segments, starts, strict=False):
+        inputs = native.own_inputs(family, s, packed.config.image_token_id)
+        if "image_grid_thw" in inputs:
+            expected = packed.model.model.get_rope_index(
+                inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+            )[0]
+        else:
+            expected = torch.arange(len(s.input_ids)).expand(3, 1, -1)
+        assert torch.equal(batch["position_ids"][:, :, start : start + len(s.input_ids)], expected)
+
+
+def test_segments_do_not_see_their_neighbours(case):
+    check_isolation(case[0])
+
+
+def test_the_tower_attends_once_a_layer_and_takes_all_of_its_inputs_from_the_host(case, tokenizer, monkeypatch):
+    from internvl_pack.model.vision import picture_attention
+
+    packed, family, segments, *_ = case
+    calls = []
+    forward = picture_attention._forward
+    monkeypatch.setattr(picture_attention, "attend_pictures", lambda *a: calls.append(a) or (forward(*a)))
+    batch = native.collated(tokenizer, family, segments)
+    with torch.no_grad():
+        packed(**batch)
+    assert len(calls) == packed.config.vision_config.depth
+    patches = packed.config.vision_config.spatial_merge_size**2 * batch["num_tiles"]
+    assert all(len(call[0]) == patches for call in calls)
