@@ -56,6 +56,11 @@ class PackingConfig:
     repeat_system_prompt: bool = option(
         False, "Begin each later part of a split sample with its system turn, untrained."
     )
+    share_prefix: bool = option(
+        False,
+        "Compute what neighbouring rows of a dataset begin with once: their images, or the same prompt.",
+        page="packing.md#shared-beginnings",
+    )
     max_attention_cost: int | None = option(
         None,
         "Sum of squared sample lengths of a row at most: bounds the slowest step. Default: no bound.",
@@ -127,6 +132,8 @@ class PackingConfig:
     def fingerprint(self) -> dict[str, Any]:
         """The options that packs depend on, by name, as JSON values."""
         options = {name: value for name, value in asdict(self).items() if name not in _NO_EFFECT_ON_PACKS}
+        if not self.share_prefix:
+            del options["share_prefix"]  # as before there was one
         return options | {"cost_model": list(astuple(CostModel.from_name(self.cost_model)))}  # its file may move
 
     def cut(self, record: Record, position: int) -> list[Fragment]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .encode.joined import JoinedSource
 from .encode.sample import EncodeConfig, Encoded, Encoder, Outline
 from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart
+from .packing.budget import Room
 from .records import Fragment
 from .sources import DatasetSpec, Source, load_meta, open_source
 
@@ -55,6 +57,22 @@ class Samples:
     def from_specs(cls, specs: Sequence[DatasetSpec], encoder: Encoder) -> Samples:
         """Of the entries of a meta file."""
         return cls(tuple(open_source(spec) for spec in specs), tuple(specs), encoder)
+
+    def joined(self, room: Room) -> Samples:
+        """With neighbouring rows that begin alike joined to trees, up to a sample of this room; see encode/joined.py.
+
+        Every record is read once.
+
+        Raises:
+            UserError: the objective is of pairs, which are trees already.
+        """
+        if self.encoder.config.objective != "sft":
+            raise UserError(f"share_prefix with objective {self.encoder.config.objective!r}: pairs are trees already")
+        sources = (
+            source if isinstance(source, JoinedSource) else JoinedSource(source, spec, self.encoder, room)
+            for source, spec in zip(self.sources, self.specs, strict=True)
+        )
+        return replace(self, sources=tuple(sources))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -172,6 +172,7 @@ class PackingArguments:
     )
     oversize: str = packing_option("oversize")
     repeat_system_prompt: bool = packing_option("repeat_system_prompt")
+    share_prefix: bool = packing_option("share_prefix")
     max_buffer_size: int = packing_option("max_buffer_size")
     packing_policy: str = packing_option("packing_policy")
     max_attention_cost: int | None = packing_option("max_attention_cost")

@@ -91,6 +91,18 @@ RULES: tuple[Rule, ...] = (
         for name, default in {**PACKER_OPTIONS, "shuffle_buffer_size": None}.items()
     ),
     Rule(
+        (PADDED, IN_BATCH),
+        _changed("share_prefix", False),
+        "--share_prefix True with --packing {packing}: a beginning is shared within planned rows; leave it out, or use "
+        "--packing stream",
+    ),
+    Rule(
+        (STREAM, PRESET),
+        lambda o: o["share_prefix"] and o["pad_seq_to_mult"] > 1,
+        "--share_prefix True with --pad_seq_to_mult {pad_seq_to_mult}: the segments of prefix trees cannot be padded; "
+        "leave one of the two out",
+    ),
+    Rule(
         (IN_BATCH,),
         lambda o: (o["max_seq_length"] or 0) * o["per_device_train_batch_size"] > o["max_packed_tokens"],
         "--max_seq_length {max_seq_length} x --per_device_train_batch_size {per_device_train_batch_size} exceeds "

@@ -122,6 +122,7 @@ def make_held_out(
         shuffle=False,
         replacement=False,
         use_data_resampling=False,
+        share_prefix=False,
         shuffle_buffer_size=None,
         packing=True,
     )

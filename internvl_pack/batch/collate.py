@@ -333,7 +333,8 @@ def _pieces(s: Segment) -> Iterator[_Piece]:
     yield _Piece(PREFIX_ID, s.fragment, s.input_ids[:n], s.labels[:n], len(s.tiles), shares, segment=s)
     for share, (branch, part) in zip(shares, s.branch_parts(), strict=True):
         name = branch.sample_id or s.sample_id
-        yield _Piece(name, s.fragment, s.input_ids[part], s.labels[part], 0, (share,), True, branch.reward)
+        place = (0, 1) if branch.sample_id else s.fragment  # a row that was joined is whole, wherever its tree is cut
+        yield _Piece(name, place, s.input_ids[part], s.labels[part], 0, (share,), True, branch.reward)
 
 
 def _seen_pairs(piece: _Piece, before: int) -> int:

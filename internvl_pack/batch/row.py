@@ -60,7 +60,7 @@ class Segment:
         return [
             Segment(
                 branch.sample_id or self.sample_id,
-                self.fragment,
+                (0, 1) if branch.sample_id else self.fragment,
                 np.concatenate([self.input_ids[prefix], self.input_ids[part]]),
                 np.concatenate([self.labels[prefix], self.labels[part]]),
                 self.tiles,

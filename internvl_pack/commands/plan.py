@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import PackingConfig
+from ..errors import UserError
 from ..options import add_options, count, from_config, make, option
 from ..packing.offline import OFFLINE_POLICIES
 from ..packing.policies import POLICIES
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(
         run,
         PackingConfig,
-        *(*BUDGETS, "oversize", "repeat_system_prompt", "max_attention_cost", "pad_to_multiple_of"),
+        *(*BUDGETS, "oversize", "repeat_system_prompt", "share_prefix", "max_attention_cost", "pad_to_multiple_of"),
         *("replacement", "use_data_resampling"),
     )
     how = parser.add_argument_group("how packs are planned: training takes these from the preset")
@@ -74,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
     policy = make(PlanOptions, vars(args)).packing_policy
     offline = policy in OFFLINE_POLICIES
     config = packing_config(args, packing_policy=PackingConfig.packing_policy if offline else policy)
+    if args.materialise and config.share_prefix:
+        raise UserError(
+            "--materialise with --share_prefix True: rows of a tree are not kept apart there; leave one out"
+        )
     samples = open_samples(args)
     preset = plan_preset(
         args.out,

@@ -25,7 +25,7 @@ HELP = "Pack an epoch of lengths and show how full, fair and even its packs are;
 SUGGEST_SAMPLES = 20_000  # that a grid of budgets is tried on
 
 PACKING = (
-    *("max_packed_tokens", "num_images_expected", "oversize", "max_buffer_size", "packing_policy"),
+    *("max_packed_tokens", "num_images_expected", "oversize", "share_prefix", "max_buffer_size", "packing_policy"),
     *("max_attention_cost", "pad_to_multiple_of", "cost_model", "seed"),
 )
 # Names of earlier releases, and training's.
@@ -126,6 +126,8 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
         )
     args.meta = args.lengths
     samples = open_samples(args)
+    if config.share_prefix:
+        samples = samples.joined(config.room)
     samples.check_some(samples.num_rows)
     room = config.room
     if getattr(args, "suggest", False):  # budgets of the grid are smaller

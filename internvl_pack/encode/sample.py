@@ -297,7 +297,13 @@ class Encoder:
             SampleError: it cannot be encoded; its source is `raw.origin`.
         """
         with isolate_sample_errors(source=lambda: raw.origin):
-            return self._encode(raw, spec)
+            try:
+                return self._encode(raw, spec)
+            except SampleError as error:
+                if not raw.joined:
+                    raise
+                together = f"with it leave the {len(raw.joined) - 1} rows after it that begin alike (share_prefix)"
+                raise SampleError(error.reason, f"{error.detail}; {together}", error.source) from error
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         outline = self.outline(raw, spec)
@@ -340,6 +346,11 @@ class Encoder:
         Raises:
             SampleError: it cannot be encoded.
         """
+        if raw.joined:
+            rows = [
+                (self._outline(row, row.data, spec), Answer(row.data, sample_id=row.sample_id)) for row in raw.joined
+            ]
+            return replace(rows[0][0], raw=raw, answers=tuple(rows))
         answers = answers_of(raw.data, self.config.objective)
         if answers is None:
             return self._outline(raw, raw.data, spec)
@@ -375,8 +386,22 @@ class Encoder:
         max_tiles = spec.max_dynamic_patch or self.config.max_dynamic_patch
         return Outline(raw, tuple(spans_of(parts)), names, frames, max_tiles, bool(spec.data_augment))
 
-    def _plan_images(self, outline: Outline, start: int, stop: int) -> tuple[PlannedImage, ...]:
-        """Images [start, stop) of a sample, by their headers."""
+    def most_tokens(self, outline: Outline, images: Sequence[PlannedImage]) -> int:
+        """Tokens that a sample with these images has at most: a token is no less than a byte of text."""
+        total = sum(len(self.family.block(image.grid)) for image in images)
+        for kind, value, _ in (part for span in outline.spans for part in span.parts):
+            if kind == "text":
+                total += len(str(value).encode()) + 1
+            elif isinstance(value, np.ndarray):
+                total += len(value)
+        return total
+
+    def plan_images(self, outline: Outline, start: int = 0, stop: int | None = None) -> tuple[PlannedImage, ...]:
+        """Images [start, stop) of a sample, by their headers.
+
+        Raises:
+            SampleError: one of them cannot be used.
+        """
         images = []
         for name in outline.names[start:stop]:
             ref = outline.raw.resolve(name)
@@ -410,7 +435,7 @@ class Encoder:
         if begin < 1 or is_image[begin:].any() or any(one.images != first.images for one in alone):
             raise SampleError("answers", "the answers do not begin with the same prompt and images")
         branches = tuple(
-            Branch(len(one.input_ids) - begin, one.record.num_loss_tokens, answer.weight, answer.reward)
+            Branch(len(one.input_ids) - begin, one.record.num_loss_tokens, *answer[1:])
             for one, (_, answer) in zip(alone, outline.answers, strict=True)
         )
         input_ids = np.concatenate([first.input_ids[:begin], *(one.input_ids[begin:] for one in alone)])
@@ -446,7 +471,7 @@ class Encoder:
         chosen = outline.spans[start:stop]
         first = sum(span.is_image for span in outline.spans[:start])
         last = first + sum(span.is_image for span in chosen)
-        images = planned or outline.frames[first:last] or self._plan_images(outline, first, last)
+        images = planned or outline.frames[first:last] or self.plan_images(outline, first, last)
         text_ids, counts = self._text.encode(
             [str(part.value) for span in chosen for part in span.parts if part.kind == "text"]
         )

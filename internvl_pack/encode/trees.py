@@ -31,12 +31,13 @@ class Answer(NamedTuple):
     """One of several answers.
 
     data: the record with this answer alone, its conversation in `conversations`; of its turns only those of the answer
-        are trained. weight, reward: as `records.Branch` has them.
+        are trained. weight, reward, sample_id: as `records.Branch` has them.
     """
 
     data: dict[str, Any]
     weight: float = 1.0
     reward: float | None = None
+    sample_id: str = ""
 
 
 def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:

@@ -72,7 +72,7 @@ REFUSED_COLUMNS = {
 _READ_COLUMNS = ("samples_read", "tokens_read", "tokens_cut_off", "split_positions", "split_counts")
 
 # Options that training takes from the preset, whatever it is given.
-_DECIDED = ("packing_policy", "max_buffer_size", "seed", "shuffle", "shuffle_buffer_size", "cost_model")
+_DECIDED = ("packing_policy", "max_buffer_size", "seed", "shuffle", "shuffle_buffer_size", "cost_model", "share_prefix")
 
 
 class WrittenPack(NamedTuple):
@@ -199,7 +199,7 @@ class Preset:
         Raises:
             UserError: options that packs depend on differ, named.
         """
-        planned = {name: value for name, value in self.settings.items() if name != "cost_model"}
+        planned = {"share_prefix": False} | {k: v for k, v in self.settings.items() if k != "cost_model"}
         if planned["packing_policy"] in OFFLINE_POLICIES:
             del planned["packing_policy"]  # no packer of a stream, which is not used
         if run is None:

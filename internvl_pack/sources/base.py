@@ -31,6 +31,7 @@ class RawSample:
         data: the parsed record, always a dict, in the form that `normalised` gives it. Text in it is valid Unicode,
             numbers are finite.
         resolver: finds what the record names.
+        joined: of neighbouring rows that make one tree, all of them; the rest is then the first's (encode/joined.py).
 
     Raises:
         SampleError: see `normalised`.
@@ -41,6 +42,7 @@ class RawSample:
     origin: str
     data: dict[str, Any]
     resolver: Callable[[str], ImageRef]
+    joined: tuple[RawSample, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", normalised(self.data))  # of any source, a user's own too

@@ -43,8 +43,11 @@ class PresetDataset(PackedDataset):
         world_size: int | None = None,
     ) -> None:
         self.preset = preset if isinstance(preset, Preset) else Preset(preset)
+        config = self.preset.config(config)
+        if config.share_prefix:
+            samples = samples.joined(config.room)
         self.preset.check_fits(samples)
-        super().__init__(samples, config=self.preset.config(config), rank=rank, world_size=world_size)
+        super().__init__(samples, config=config, rank=rank, world_size=world_size)
         self.segment_source(0)  # refuses a preset that has no data either
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers import rows_alike
 from helpers.factory import write_jsonl
 from helpers.tree_samples import trees
 from safetensors.torch import load_file
@@ -54,6 +55,24 @@ def test_groups_train_packed_as_they_do_one_by_one(train, made, groups, tmp_path
         assert (packed[name] - weights).norm() <= 1e-3 * moved + 1e-6, name  # AdamW takes signs of tiny gradients
     lines = (tmp_path / "packed" / "sample_ids" / "rank00000.jsonl").read_text().splitlines()
     assert lines and not any("<" in sample_id for line in lines for sample_id in json.loads(line)["ids"])
+
+
+def test_rows_that_share_their_beginning_train_as_they_do_alone(train, tmp_path):
+    meta = rows_alike.write(tmp_path / "data", "jsonl")
+    common = ("--meta_path", str(meta), "--num_train_epochs", "1", "--loss_reduction", "square", "--max_grad_norm", "0")
+    common += ("--max_packed_tokens", "8192", "--max_seq_length", "8192", "--num_images_expected", "200")
+    common += ("--use_packed_ds", "True", "--log_sample_ids", "True", "--save_strategy", "no")
+    losses, ids, tokens = [], [], []
+    for share in ("True", "False"):
+        assert train(*common, "--share_prefix", share, out=tmp_path / share) == 0
+        summary = json.loads((tmp_path / share / "train_summary.json").read_text())
+        assert summary["steps"] == 1
+        losses.append(summary["loss_first"])
+        (line,) = (tmp_path / share / "sample_ids" / "rank00000.jsonl").read_text().splitlines()
+        ids.append(sorted(json.loads(line)["ids"]))
+        tokens.append(summary["num_real_tokens"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert ids[0] == ids[1] and len(set(ids[0])) == len(rows_alike.ROWS) - 1 and tokens[0] < tokens[1]
 
 
 def test_a_prefix_is_no_sample(tokenizer):
