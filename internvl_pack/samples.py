@@ -38,6 +38,11 @@ class Samples:
 
     def __post_init__(self) -> None:
         assert len(self.sources) == len(self.specs), "a spec a source"
+        if self.encoder.grid_positions and (names := [spec.name for spec in self.specs if spec.data_augment]):
+            raise UserError(
+                f"data_augment of dataset {names[0]!r}: it compresses tiles one by one, which would cut up pictures of "
+                f"{self.encoder.config.family!r}; leave it out"
+            )
 
     @classmethod
     def of(cls, sources: Sequence[Source], encoder: Encoder, specs: Sequence[DatasetSpec] | None = None) -> Samples:

@@ -26,7 +26,7 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
     """
     of_family = getattr(find_family(checkpoint.get("model_type")), "encoding", None)
     if of_family is not None:
-        return make(EncodeConfig, options, **of_family(options, checkpoint))
+        return make(EncodeConfig, options, **of_family(EncodeConfig, options, checkpoint))
     if given := next((name for name in ("min_pixels", "max_pixels") if options.get(name) is not None), None):
         raise UserError(
             f"--{given} {options[given]}: it bounds pictures of models of native resolution, and this one cuts them "

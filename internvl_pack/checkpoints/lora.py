@@ -108,7 +108,9 @@ def peft_config(model: nn.Module, base: str | None) -> Any:
 def _trained_modules(model: nn.Module, with_lora: set[str]) -> list[str]:
     """Modules that are trained as a whole."""
     trained = []
-    for path in ("model.vision_tower", "model.multi_modal_projector", "model.language_model", "model", "lm_head"):
+    native = [name for name, _ in model.named_modules() if re.fullmatch(r"model\.visual\.\w+", name)]
+    parts = ("model.vision_tower", "model.multi_modal_projector", *native, "model.language_model", "model", "lm_head")
+    for path in parts:
         try:
             parameters = dict(model.get_submodule(path).named_parameters(path))
         except AttributeError:

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internvl_pack.encode import EncodeConfig, Encoder
-from internvl_pack.encode.chat import INTERNVL2_5_SYSTEM_PROMPT, ChatML, register_template
+from internvl_pack.encode.chat import INTERNVL2_5_SYSTEM_PROMPT, ChatML, TokenizerTemplate, register_template
 from internvl_pack.encode.formats import known_templates
 from internvl_pack.encode.text import TextEncoder, structural_tokens
 from internvl_pack.errors import SampleError, UserError
+from internvl_pack.testing.tiny import CHAT_TEMPLATE
 
 QUESTION, ANSWER = "What is it?", "A chair, I think."
 TYPED = [
@@ -277,13 +278,42 @@ FORGETFUL = (
 )
 
 
-def test_a_template_that_rewrites_history_is_caught(tokenizer):
-    """Reasoning templates drop the thoughts of answers that are no longer the last."""
-    encoder, _ = with_template(tokenizer, FORGETFUL)
-    encoded = encoder.encode(raw_sample([("human", "q"), ("gpt", "a")]), SPEC)
-    assert trained_text(tokenizer, encoded) == ["<think>\n\n</think>\n\na<|im_end|>"]
-    with pytest.raises(SampleError, match=r"chat_template_rewrites: .*answer 2 of 4 turns"):
-        encoder.encode(raw_sample([("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b")]), SPEC)
+FOUR_TURNS = [("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b")]
+
+
+def test_of_a_template_of_hybrid_thinking_texts_and_ends_are_trained(tokenizer):
+    """The empty thoughts that it writes before the last answer alone are not, whatever the number of turns."""
+    encoder, template = with_template(tokenizer, FORGETFUL)
+    encoded = encoder.encode(raw_sample(FOUR_TURNS), SPEC)
+    assert trained_text(tokenizer, encoded) == ["a<|im_end|>", "b<|im_end|>"]
+    messages = [{"role": {"human": "user", "gpt": "assistant"}[role], "content": text} for role, text in FOUR_TURNS]
+    assert encoded.input_ids.tolist() == template.apply_chat_template(messages, tokenize=True)["input_ids"]
+    encoded = encoder.encode(raw_sample(FOUR_TURNS[:2]), SPEC)
+    assert trained_text(tokenizer, encoded) == ["a<|im_end|>"]
+
+
+def test_a_template_that_ends_the_last_answer_otherwise_is_refused_with_what_to_do(tokenizer):
+    encoder, _ = with_template(tokenizer, FORGETFUL.replace("<|im_end|>", "{{ '!' if loop.last }}<|im_end|>"))
+    with pytest.raises(
+        SampleError, match=r"chat_template_rewrites: .*answer 2 of 4 turns .*: make each answer the last"
+    ):
+        encoder.encode(raw_sample(FOUR_TURNS), SPEC)
+
+
+@pytest.mark.parametrize("form", [CHAT_TEMPLATE, FORGETFUL])
+def test_a_template_is_rendered_as_often_for_many_turns_as_for_few(tokenizer, form, monkeypatch):
+    encoder, _ = with_template(tokenizer, form)
+    calls = []
+    render = TokenizerTemplate._render
+    monkeypatch.setattr(TokenizerTemplate, "_render", lambda self, *a, **k: calls.append(1) or render(self, *a, **k))
+    counts = []
+    for pairs in (4, 100):
+        calls.clear()
+        encoded = encoder.encode(raw_sample([("human", "q"), ("gpt", "a")] * pairs), SPEC)
+        assert encoded.record.num_loss_tokens == pairs * 2
+        assert sum(span.ends_turn for span in encoded.record.spans) == pairs
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
 
 
 def test_a_template_that_changes_texts_is_caught(tokenizer):

@@ -91,10 +91,13 @@ class NativePictures(Bordered):
         self._rule = (config.image_size, low, high)
 
     @classmethod
-    def encoding(cls, options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def encoding(
+        cls, config: type[EncodeConfig], options: Mapping[str, Any], checkpoint: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Fields of EncodeConfig that a checkpoint of the family decides on.
 
         Args:
+            config: the class, for its defaults.
             options: by their names on a command line.
             checkpoint: config.json.
 
@@ -103,7 +106,8 @@ class NativePictures(Bordered):
         """
         family = checkpoint["model_type"]
         given = [name for name in ("force_image_size", "down_sample_ratio") if options.get(name) is not None]
-        given += [name for name in TILE_OPTIONS[:2] if options.get(name)]
+        usual = {name: getattr(config, name) for name in TILE_OPTIONS}
+        given += [name for name in TILE_OPTIONS if options.get(name) not in (None, usual[name])]
         if given:
             raise UserError(
                 f"--{given[0]} {options[given[0]]} with {family!r}, whose pictures are not cut into tiles of one size: "

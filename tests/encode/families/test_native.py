@@ -17,7 +17,8 @@ from internvl_pack.encode.images import decode_tiles
 from internvl_pack.encode.sample import EncodeConfig, Encoder
 from internvl_pack.encode.tiles import TileGrid
 from internvl_pack.errors import SampleError, UserError
-from internvl_pack.sources import FolderResolver
+from internvl_pack.samples import Samples
+from internvl_pack.sources import DatasetSpec, FolderResolver
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
@@ -126,7 +127,13 @@ def test_bounds_are_in_the_fingerprint_and_tile_options_are_not(tokenizer):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("force_image_size", 448), ("down_sample_ratio", 0.5), ("dynamic_image_size", True), ("use_thumbnail", True)],
+    [
+        ("force_image_size", 448),
+        ("down_sample_ratio", 0.5),
+        ("dynamic_image_size", True),
+        ("use_thumbnail", True),
+        ("max_dynamic_patch", 6),
+    ],
 )
 def test_options_of_tiles_are_refused_by_name(option, value):
     with pytest.raises(UserError, match=f"--{option} {value} with 'qwen3_vl', whose pictures are not cut"):
@@ -140,3 +147,9 @@ def test_bounds_of_pixels_are_refused_with_tiles():
         EncodeConfig(min_pixels=9, max_pixels=5)
     with pytest.raises(UserError, match="has tiles of one token"):
         make_family(EncodeConfig(family="qwen3_vl"), native_tokenizer())
+
+
+def test_data_augment_is_refused_by_name(tokenizer):
+    encoder = Encoder(tokenizer, encode_config({"conv_style": "chat_template"}, checkpoint("qwen3_vl")))
+    with pytest.raises(UserError, match="data_augment of dataset 'mine'"):
+        Samples((None,), (DatasetSpec(name="mine", data_augment=True),), encoder)
