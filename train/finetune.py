@@ -63,7 +63,7 @@ from .environment import (
     wait_no_longer_than,
 )
 from .options import PROGRAM, parse
-from .ranks import Ranks
+from .ranks import Ranks, lay_out_gradients
 from .saving import Saving
 from .trainer import PackTrainer
 from .warm_up import WarmUp, keep_compiled
@@ -236,6 +236,8 @@ def make_model(
         down_sample_ratio=data_args.down_sample_ratio,
         **options,
     )
+    if not args.deepspeed:
+        lay_out_gradients(model)
     if ranks.sequence_parallel_size > 1:
         mode, timeout = args.sequence_parallel_mode, args.ddp_timeout_delta
         group = make_groups(ranks.world_size, ranks.sequence_parallel_size, mode, timeout)

@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+def lay_out_gradients(model: torch.nn.Module) -> None:
+    """Give gradients of one row the strides of their parameters, as DDP's buckets have them; it warns of others.
+
+    The class token's gradient is a slice of the images' where a row has one tile.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dim() > 1 and parameter.shape[0] == 1:
+            parameter.register_hook(lambda gradient: gradient.reshape(-1).view_as(gradient))
+
+
 @contextlib.contextmanager
 def others_answer(seconds: float) -> Iterator[None]:
     """A collective on the CPU: if a rank does not come to it, the error says so in words.

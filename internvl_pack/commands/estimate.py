@@ -41,12 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"{' | '.join(SIZES)}, a config.json, or the folder that holds one")
     parser.add_argument(
         "lengths",
-        help="a meta file, or a CSV file with the columns num_tokens,num_tiles, a row a sample of an epoch; - for "
-        "standard input",
+        help="data (a meta file or a path of data), or a CSV file with the columns num_tokens,num_tiles, a row a "
+        "sample of an epoch; - for standard input",
     )
     add_options(parser, EstimateOptions)
     add_options(parser, PackingConfig, "max_packed_tokens")
-    add_encoding(parser, "Needed by a meta file.")
+    add_encoding(parser, "Needed for data.")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 

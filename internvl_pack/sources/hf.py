@@ -410,8 +410,9 @@ def open_saved_dataset(
             raise UserError(f"dataset {name!r}: no split {split!r}: {path} {there}")
         found = found[split]
     elif isinstance(found, Mapping):
+        one = f"folder, such as {os.path.join(path, next(iter(found)))}," if is_saved(path) else "files' names"
         raise UserError(
-            f"dataset {name!r}: {path} has {', '.join(found)}: choose one by its files' names or the option 'split' "
+            f"dataset {name!r}: {path} has {', '.join(found)}: choose one by its {one} or the option 'split' "
             'of {"source": "datasets", "options": {"path": ..., "split": ...}}'
         )
     return DatasetSource(name, found, root=root, conversations=conversations, image=image)

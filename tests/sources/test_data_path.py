@@ -42,6 +42,7 @@ def tables(folder):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"messages": RECORD["messages"], "images": ["a.jpg"]}] * 4)
     data.save_to_disk(str(folder / "saved"))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(folder / "splits"))
     data.to_parquet(str(folder / "rows"))
     (folder / "hub" / "data").mkdir(parents=True)
     for split in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
@@ -68,7 +69,13 @@ def test_files_and_shards_need_no_meta_file(folder, path, name, rows):
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "rows"), [("saved", "saved", 4), ("rows", "rows", 4), ("hub/data/train-*.parquet", "train", 8)]
+    ("path", "name", "rows"),
+    [
+        ("saved", "saved", 4),
+        ("splits/train", "train", 4),
+        ("rows", "rows", 4),
+        ("hub/data/train-*.parquet", "train", 8),
+    ],
 )
 def test_tables_need_no_meta_file_either_and_may_be_an_annotation(tables, path, name, rows):
     (spec,) = load_meta(tables / path)
@@ -112,6 +119,7 @@ def table(path: str, **options) -> dict:
     ("entry", "message"),
     [
         (table("hub"), "hub has train, test: .*option 'split'"),
+        ({"annotation": "splits"}, "splits has train, test: choose one by its folder, such as .*splits/train, or"),
         (table("rows", conversations="mesages"), "'conversations': no column 'mesages': did you mean 'messages'"),
         (table("rows", image="x"), r"'image': no column 'x' \(there are messages, images\)"),
         (table("rows", name="x"), r"has no option 'name' \(there are path, split, root, conversations, image\)"),
