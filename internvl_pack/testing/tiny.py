@@ -104,7 +104,7 @@ def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
 
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
 LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
-FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def tiny_text_config(
@@ -223,6 +223,8 @@ def tiny_native_config(
         vision |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         rope["mrope_interleaved"] = True
         text["head_dim"] = hidden_size // 4
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     ids = tokenizer.get_added_vocab()
     return AutoConfig.for_model(
         family,

@@ -162,6 +162,7 @@ class Qwen25Pictures(NativePictures):
     PROCESSOR, VIDEO_PROCESSOR = "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"
 
 
+@register_family("qwen3_vl_moe")
 @register_family("qwen3_vl")
 class Qwen3Pictures(NativePictures):
     """Tokens of 32 x 32 pixels; 64 to 1,280 of them. Published checkpoints allow 16,384, more than a row holds."""

@@ -155,6 +155,7 @@ class Qwen25Tower(NativeTower):
     LORA_TARGETS = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
 
 
+@register_tower("qwen3_vl_moe")
 @register_tower("qwen3_vl")
 class Qwen3Tower(NativeTower):
     """With deepstack."""

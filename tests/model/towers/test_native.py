@@ -11,7 +11,7 @@ from helpers.model_samples import assert_same_gradients, gradients
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
 from internvl_pack.model.selfcheck import check_isolation
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
 
 
