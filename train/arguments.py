@@ -34,6 +34,7 @@ from internvl_pack.parallel.checks import MODES
 
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
+from .preference import PreferenceArguments
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 AUTO = "auto"  # of grad_checkpoint
@@ -227,6 +228,12 @@ class DataTrainingArguments(PackingArguments):
     eval_meta_path: str | None = option(
         None, "Meta file of held-out data for --do_eval (after training) and --eval_strategy; each sample once."
     )
+    objective: str | None = encode_option(
+        "objective",
+        default=None,
+        help="What is trained: sft (conversations, groups of answers), or on pairs of a chosen and a rejected answer "
+        "dpo or mpo. Default: sft; with --loss_type that of its losses.",
+    )
     conv_style: str | None = encode_option("conv_style")
     force_image_size: int | None = encode_option("image_size")
     down_sample_ratio: float | None = from_config(TileOptions, "down_sample_ratio")
@@ -323,7 +330,7 @@ ACCELERATOR = {"split_batches": False, "dispatch_batches": False, "even_batches"
 
 
 @dataclass
-class PackTrainingArguments(TrainingArguments):
+class PackTrainingArguments(PreferenceArguments, TrainingArguments):
     """`TrainingArguments` with the defaults that packing needs, checked at start."""
 
     output_dir: str | None = option(None, "Folder of the trained model, its checkpoints and reports.")

@@ -56,6 +56,12 @@ def _tiles_of_one_image(o: Mapping[str, Any]) -> int:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        (*PACKED_WAYS, PADDED),
+        lambda o: o["objective"] in ("dpo", "mpo") and o["loss_reduction"] != "token",
+        "--loss_reduction {loss_reduction} with --objective {objective}: all pairs count alike, and "
+        "all tokens of chosen answers; leave it out",
+    ),
+    Rule(
         (IN_BATCH,),
         lambda o: o["per_device_train_batch_size"] < 2,
         "--packing in_batch with --per_device_train_batch_size 1: a row of one sample is not packed; give 2 or more, "

@@ -153,6 +153,7 @@ def make_collator(
         loss_reduction=data_args.loss_reduction,
         image_token_id=train.encoder.image_context_id,
         grid_positions=train.encoder.grid_positions,
+        pairs=train.encoder.config.objective != "sft",
     )
     if data_args.packing_mode == IN_BATCH:
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}

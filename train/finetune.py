@@ -36,6 +36,7 @@ from internvl_pack.checkpoints.internvl_format_files import chat_style, config_o
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError, naming
 from internvl_pack.model.build import build_model, check_loadable
+from internvl_pack.model.loss.preference import PreferenceLoss
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.packing.cost import CostModel
@@ -62,7 +63,9 @@ from .environment import (
     telling_of_ports,
     wait_no_longer_than,
 )
+from .objective import FrozenCopy, PairObjective, WithoutAdapters, trains_adapters_alone
 from .options import PROGRAM, parse
+from .preference import objective_of, preference_loss
 from .ranks import Ranks, lay_out_gradients
 from .saving import Saving
 from .trainer import PackTrainer
@@ -153,7 +156,9 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     Raises:
         UserError: a mistake in the options, the data or the environment.
     """
+    data_args = replace(data_args, objective=objective_of(data_args.objective, args))
     check_combinations(data_args.packing_mode, {**vars(args), **vars(data_args)})
+    loss = preference_loss(data_args.objective, args)
     check_precision("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
     wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
@@ -176,7 +181,8 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     if model_args.compile:
         keep_compiled(str(args.output_dir))
     model = make_model(model_args, data_args, args, data.tokenizer, kernel.name, ranks)
-    trainer = make_trainer(model_args, data_args, args, data, model)
+    objective = None if loss is None else make_objective(loss, model_args, data_args, args, data, model, ranks)
+    trainer = make_trainer(model_args, data_args, args, data, model, objective)
     for callback in make_callbacks(model_args, data_args, trainer):
         trainer.add_callback(callback)
     return Run(trainer, data_args.packing_mode, checkpoint)
@@ -211,6 +217,14 @@ def make_packing(
 
 # --- model, trainer, callbacks
 
+# Options of a model that is not trained.
+AS_IT_IS: dict[str, Any] = {
+    **dict.fromkeys(("freeze_llm", "freeze_backbone", "freeze_mlp", "grad_checkpoint"), False),
+    **dict.fromkeys(
+        ("unfreeze_vit_layers", "use_backbone_lora", "use_llm_lora", "drop_path_rate", "router_loss_coef"), 0
+    ),
+}
+
 
 def make_model(
     model_args: ModelArguments,
@@ -225,17 +239,7 @@ def make_model(
     Raises:
         UserError: it cannot be loaded or trained so.
     """
-    options = asdict(model_args) | {"attn_kernel": kernel}
-    model = build_model(
-        device=args.device,
-        tokenizer=tokenizer,
-        # DeepSpeed keeps the float32 weights itself; elsewhere bf16 is autocast over float32 weights.
-        dtype=compute_dtype(args) if args.deepspeed else torch.float32,
-        compute_dtype=compute_dtype(args),
-        force_image_size=data_args.force_image_size,
-        down_sample_ratio=data_args.down_sample_ratio,
-        **options,
-    )
+    model = load_model(model_args, data_args, args, tokenizer, kernel)
     if not args.deepspeed:
         lay_out_gradients(model)
     if ranks.sequence_parallel_size > 1:
@@ -246,12 +250,58 @@ def make_model(
     return model
 
 
+def load_model(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: PackTrainingArguments,
+    tokenizer: Any,
+    kernel: str,
+) -> PackedModel:
+    """The model of these options, each rank with rows of its own.
+
+    Raises:
+        UserError: it cannot be loaded or trained so.
+    """
+    options = asdict(model_args) | {"attn_kernel": kernel}
+    return build_model(
+        device=args.device,
+        tokenizer=tokenizer,
+        # DeepSpeed keeps the float32 weights itself; elsewhere bf16 is autocast over float32 weights.
+        dtype=compute_dtype(args) if args.deepspeed else torch.float32,
+        compute_dtype=compute_dtype(args),
+        force_image_size=data_args.force_image_size,
+        down_sample_ratio=data_args.down_sample_ratio,
+        **options,
+    )
+
+
+def make_objective(
+    loss: PreferenceLoss,
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: PackTrainingArguments,
+    data: Data,
+    model: PackedModel,
+    ranks: Ranks,
+) -> PairObjective:
+    """What trains on pairs, with what their answers are held against."""
+    if trains_adapters_alone(model):
+        logger.info("reference: the model without its LoRA")
+        return PairObjective(loss, WithoutAdapters(), ranks, args.device)
+    logger.info("reference: a frozen copy of the model")
+    as_it_is = replace(model_args, **AS_IT_IS)
+    reference = load_model(as_it_is, data_args, args, data.tokenizer, model.attn_kernel.name)
+    reference.share_rows(model.sequence_group)
+    return PairObjective(loss, FrozenCopy(reference), ranks, args.device)
+
+
 def make_trainer(
     model_args: ModelArguments,
     data_args: DataTrainingArguments,
     args: PackTrainingArguments,
     data: Data,
     model: PackedModel,
+    objective: PairObjective | None,
 ) -> PackTrainer:
     """The trainer of these data and this model.
 
@@ -270,6 +320,7 @@ def make_trainer(
         row_budget=data.row_budget,
         loss_reduction_all_gather=data_args.loss_reduction_all_gather,
         router_loss_coef=model_args.router_loss_coef,
+        objective=objective,
         saving=saving,
         also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
     )

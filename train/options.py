@@ -17,6 +17,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.options import add_options, options_of, unknown_option
 
 from .arguments import DataTrainingArguments, ModelArguments, PackingArguments, PackTrainingArguments
+from .preference import PreferenceArguments
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ GROUPS = {
     "Packing": PackingArguments,
     "Data": DataTrainingArguments,
     "Model": ModelArguments,
+    "Preference": PreferenceArguments,
     "Training": PackTrainingArguments,
 }
 KINDS = (ModelArguments, DataTrainingArguments, PackTrainingArguments)
@@ -88,14 +90,8 @@ FIRST = (
     "bf16",
     "deepspeed",
 )
-# What preference optimisation needs that is not here.
-PREFERENCES = (
-    "preference optimisation (MPO, DPO) is not done here: it needs pairs of a chosen and a rejected answer and the "
-    "model it began with as a reference; train the chosen answers as conversations instead, without this flag"
-)
 # Flags that would train something else, whatever their value, and what to do.
 GONE = {
-    **dict.fromkeys(("sigmoid_loss_weight", "bco_pair_loss_weight", "loss_type", "rpo_alpha"), PREFERENCES),
     "mlp_path": "a projector is not loaded from a file of its own: put its weights (mlp1) into the checkpoint, or "
     "train one with --vision_path and --llm_path",
 }

@@ -34,6 +34,7 @@ from .checkpoint import (
     writing_to,
 )
 from .metrics import StepMetrics
+from .objective import STATE, PairObjective
 from .optimizer_step import StepTrainer
 from .saving import Saving
 
@@ -50,6 +51,7 @@ class ResumableTrainer(StepTrainer):
     also_saved: dict[str, Any]
     ledgers: Ledgers
     metrics: StepMetrics
+    objective: PairObjective | None
 
     @property
     def loader(self) -> PackLoader:
@@ -91,6 +93,8 @@ class ResumableTrainer(StepTrainer):
         if "ended" in state:
             self.ledgers.load_state_dict(state["ended"], resume_from_checkpoint)
         self.metrics.total = dict(state.get("totals", {}))
+        if self.objective is not None and STATE in state:
+            self.objective.load_state_dict(state[STATE], check_options=not self.args.resume_ignore_options)
         return self.loader.epoch, 0
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -138,4 +142,6 @@ class ResumableTrainer(StepTrainer):
                 OPTIMIZER: optimizer_options(self.args),
                 FP8: self.packed_model.fp8,
             }
+            if self.objective is not None:
+                more[STATE] = self.objective.state_dict()
             mark(folder, self.loader.state_dict() | more | self.also_saved)

@@ -30,8 +30,8 @@ PROGRAM = re.compile(r"(?:.*/)?internvl_chat_(\w+)\.py")
 FINETUNE = Path(__file__).resolve().parent / "finetune.py"
 # Variables of the environment that only InternVL's code reads.
 OWN_VARIABLES = {"PYTHONPATH", "LAUNCHER", "USE_TCS_LOADER", "VLLM_CACHE_ROOT", "JOBLOG", "TENSORBOARD_DIR"}
-PREFERENCE_PROGRAMS = {"mpo": "MPO", "dpo": "DPO"}
-TRAINING_PROGRAMS = {"finetune", "pretrain"}
+PREFERENCE_PROGRAMS = {"mpo", "dpo"}  # and objectives
+TRAINING_PROGRAMS = {"finetune", "pretrain", *PREFERENCE_PROGRAMS}
 
 _ASSIGNMENT = re.compile(r"\s*(export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
@@ -96,16 +96,13 @@ def _translated(
     match = PROGRAM.fullmatch(program)
     assert match is not None, "chosen by it"
     kind = match[1]
-    if kind in PREFERENCE_PROGRAMS:
-        raise UserError(
-            f"{name}: {Path(program).name} optimises preferences ({PREFERENCE_PROGRAMS[kind]}), not done here: "
-            "it needs pairs of a chosen and a rejected answer and the model it began with as a reference; train the "
-            "chosen answers with the finetune script of the same model"
-        )
     if kind not in TRAINING_PROGRAMS:
         raise UserError(f"{name}: {Path(program).name} is no training program that is known here")
     try:
         words, notes = translate(options)
+        if kind in PREFERENCE_PROGRAMS and "--loss_type" not in words:  # which says it itself
+            words = ["--objective", kind, *words]
+            notes = [f"--objective {kind}, which was the program's name", *notes]
         notes = [f"{program} is now {FINETUNE.parent.name}/{FINETUNE.name}", *notes]
         _check_names(words)
         notes += _notes_on_values(words)

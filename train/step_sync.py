@@ -21,7 +21,8 @@ from internvl_pack.parallel.agreement import OtherRankFailed
 from .metrics import StepMetrics
 from .ranks import Ranks
 
-COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens")
+OF_PAIRS = ("num_pairs", "num_chosen_tokens")  # in batches of pairs
+COUNTS = ("num_samples", "num_packs", "num_real_tokens", "num_tokens", "num_tiles", "num_loss_tokens", *OF_PAIRS)
 _SUMMED = ("loss_weight", "has_data", "failed", "capacity", *COUNTS)
 
 Batch = dict[str, Any]  # of packed_collate_fn
@@ -78,22 +79,22 @@ class StepSync:
             self._fail_together(error)
         return batch, bool(more)
 
-    def normalizer(self, sums: dict[str, float]) -> float:
-        """What each rank divides its weighted loss by.
+    def normalizer(self, sums: dict[str, float], key: str = "loss_weight") -> float:
+        """What each rank divides its weighted loss by, or another sum.
 
         Gradients are averaged over all ranks afterwards, and ranks that share a row each have a part of its sum: hence
         the division. A step in which nothing is supervised has a zero sum: any normaliser gives zero.
         """
         if self.over_all_ranks:
-            weights, averaged = sums["loss_weight"], self.ranks.world_size
+            weights, averaged = sums[key], self.ranks.world_size
         else:
-            weights, averaged = sums["own_loss_weight"], self.ranks.sequence_parallel_size
+            weights, averaged = sums[f"own_{key}"], self.ranks.sequence_parallel_size
         return weights / averaged if weights > 0 else 1.0
 
     def _reduce(self, batches: list[Batch], *, failed: bool) -> dict[str, float]:
         """Sums over the data ranks, and the dearest one's modelled cost against the mean."""
         ranks = self.ranks
-        own = {key: float(sum(b[key] for b in batches)) for key in COUNTS}
+        own = {key: float(sum(b.get(key, 0) for b in batches)) for key in COUNTS}
         own["loss_weight"] = sum(float(b["loss_weight"].sum(dtype=torch.float64)) for b in batches)
         own["has_data"] = float(bool(batches))
         own["capacity"] = self.metrics.capacity(batches)
@@ -106,7 +107,7 @@ class StepSync:
         sums, costs = dict(zip(_SUMMED, values, strict=False)), values[len(_SUMMED) :]
         sums["flops"] = sum(costs)
         sums["balance"] = sum(costs) / len(costs) / max(costs) if max(costs) > 0 else 1.0
-        sums["own_loss_weight"] = own["loss_weight"]
+        sums |= {f"own_{key}": own[key] for key in ("loss_weight", *OF_PAIRS)}
         return sums
 
     def _fail_together(self, error: Exception | None) -> NoReturn:

@@ -40,11 +40,13 @@ from .checkpoint import find_checkpoint
 from .evaluation import figures, log_left_out, merge_sums, sample_losses
 from .interruption import StopRequest, defer_worker_death
 from .metrics import StepMetrics
+from .objective import KEYS as PAIR_KEYS
+from .objective import PairObjective
 from .ranks import Ranks
 from .resume import ResumableTrainer
 from .router_loss import RouterLoss
 from .saving import Saving
-from .step_sync import Batch, StepSync
+from .step_sync import OF_PAIRS, Batch, StepSync
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class PackTrainer(ResumableTrainer):
         loss_reduction_all_gather: False normalises by each rank's own weights, as InternVL's scripts
             do by default; the result then depends on how samples fell on ranks.
         router_loss_coef: weight of the balance loss of a model that `balance_routers`.
+        objective: of pairs of answers (objective.py); None for the loss of the labelled tokens.
         saving: how the model is written; default: as the arguments say.
         also_saved: what else `packing_state.json` holds, for whoever goes on from it.
         more: as transformers' Trainer takes it: callbacks, optimizers, ...
@@ -112,6 +115,7 @@ class PackTrainer(ResumableTrainer):
         row_budget: tuple[int, int] | None = None,
         loss_reduction_all_gather: bool = True,
         router_loss_coef: float = 0.0,
+        objective: PairObjective | None = None,
         saving: Saving | None = None,
         also_saved: Mapping[str, Any] | None = None,
         **more: Any,
@@ -136,6 +140,10 @@ class PackTrainer(ResumableTrainer):
         self.saving = saving or Saving(args.save_format, args.merge_lora, encode=train_dataset.encoder.config)
         self.also_saved = dict(also_saved or {})
         self.router_loss = None if model.routing is None else RouterLoss(router_loss_coef, self.ranks.world_size)
+        self.objective = objective
+        if objective is not None:
+            objective.trainer = self
+            self.add_callback(objective)
         # Our loss is divided by the normaliser of the whole step; nothing else may scale it.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -253,6 +261,8 @@ class PackTrainer(ResumableTrainer):
         fillers = self.args.gradient_accumulation_steps - len(batches)
         batches += [self.loader.filler_batch() for _ in range(fillers)]
         self.metrics.begin_step(sums, time.perf_counter() - started)
+        if self.objective is not None:
+            self.objective.begin_step(*(self.sync.normalizer(sums, key) for key in OF_PAIRS))
         if self.router_loss is not None:
             self.router_loss.begin_step(batches, sums["num_real_tokens"])
         self.step_sample_ids = [i for batch in batches for i in batch_ids(batch)]
@@ -273,7 +283,7 @@ class PackTrainer(ResumableTrainer):
             if isinstance(value, torch.Tensor) and key not in on_host
             else value
             for key, value in inputs.items()
-            if key in MODEL_KEYS
+            if key in (MODEL_KEYS if self.objective is None else (*MODEL_KEYS, *PAIR_KEYS))
         }
 
     def compute_loss(
@@ -285,15 +295,22 @@ class PackTrainer(ResumableTrainer):
     ) -> Any:
         if self.router_loss is not None:
             self.router_loss.before_forward(model, self._prepare_inputs)
-        outputs = model(**inputs, loss_normalizer=self._normalizer)
+        shared_by = 1
+        if self.objective is None:
+            outputs = model(**inputs, loss_normalizer=self._normalizer)
+        else:
+            loss, outputs = self.objective.of(model, inputs)
+            outputs.loss, shared_by = loss, self.ranks.sequence_parallel_size  # each of them has the row's whole loss
         if self.router_loss is not None:
             outputs.loss = outputs.loss + self.router_loss.of(outputs)
-        self.read_loss(outputs["loss"])
+        self.read_loss(outputs["loss"] / shared_by)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.metrics.since_last_log())
+            if self.objective is not None:
+                logs |= {name: value for name, value in self.objective.since_last_log().items() if name != "loss"}
             if self.router_loss is not None and (router_loss := self.router_loss.last()) is not None:
                 logs["router_loss"] = router_loss
         super().log(logs, start_time)
@@ -303,7 +320,10 @@ class PackTrainer(ResumableTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss of the held-out data a token, a sample, and by dataset (evaluation.py); logged, and returned."""
+        """Loss of the held-out data a token, a sample, and by dataset (evaluation.py); logged, and returned.
+
+        Of pairs: their losses and rewards (objective.py).
+        """
         loader, model = self.get_eval_dataloader(eval_dataset), self.model_wrapped
         was_training = model.training
         model.eval()
@@ -312,12 +332,17 @@ class PackTrainer(ResumableTrainer):
             with self.compute_loss_context_manager():
                 return model(**self._prepare_inputs(batch))
 
-        sums = merge_sums(self.ranks.gather(sample_losses(loader, forward, self.sync)))
+        if self.objective is not None:
+            context = self.compute_loss_context_manager
+            of_pairs = self.objective.evaluate(loader, model, self._prepare_inputs, context, self.sync)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in of_pairs.items()}
+        else:
+            sums = merge_sums(self.ranks.gather(sample_losses(loader, forward, self.sync)))
+            names = [spec.name for spec in loader.packed_dataset.samples.specs]
+            metrics = figures(sums, names, metric_key_prefix)
         model.train(was_training)
         events = self.ranks.gather_from_leaders(loader.take_events())
         log_left_out([event for part in events for event in part])
-        names = [spec.name for spec in loader.packed_dataset.samples.specs]
-        metrics = figures(sums, names, metric_key_prefix)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

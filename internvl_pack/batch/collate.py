@@ -98,7 +98,8 @@ def packed_collate_fn(
         num_image_tokens: int, only with `image_token_id`.
         prefix_of: int32 (S,), only in rows with trees: of a branch the number of its prefix's segment, else -1.
         branch_rewards: float32 (S,), only where a branch has one; NaN for the others.
-        pairs: int32 (P, 2), only with that option: the segments of each chosen and rejected answer.
+        pairs: int32 (P, 2), only with that option: the segments of each chosen and rejected answer; num_pairs (P) and
+            num_chosen_tokens, ints: supervised targets of the chosen ones.
         branch_keys: list of S strings, only with that option; "" for what is no branch.
 
     Raises:
@@ -174,7 +175,7 @@ def packed_collate_fn(
         rewards = [np.nan if piece.reward is None else piece.reward for piece in pieces]
         batch["branch_rewards"] = torch.tensor(rewards + [np.nan] * (len(lengths) - len(pieces)))
     if pairs:
-        batch["pairs"] = _pairs(segments)
+        batch |= _pairs(segments)
     if branch_keys:
         keys = [key for s in segments for key in _keys(s)]
         batch["branch_keys"] = keys + [""] * (len(lengths) - len(keys))
@@ -245,8 +246,8 @@ def padded_collate_fn(
     if any(reward is not None for reward in rewards):
         batch["branch_rewards"] = torch.tensor([np.nan if reward is None else reward for reward in rewards])
     if pairs:
-        first = torch.arange(0, 2 * len(_pairs(segments)), 2, dtype=torch.int32)
-        batch["pairs"] = torch.stack([first, first + 1], 1)
+        batch |= _pairs(segments)
+        batch["pairs"] = torch.arange(2 * batch["num_pairs"], dtype=torch.int32).view(-1, 2)
     if branch_keys:
         keys = [key for s in segments for key in (_keys(s)[1:] or [""])]
         batch["branch_keys"] = keys or [""]
@@ -383,15 +384,19 @@ def _grid_positions(
     return positions
 
 
-def _pairs(segments: Sequence[Segment]) -> Tensor:
-    """The segments of the row that are each pair's answers, int32 (P, 2)."""
+def _pairs(segments: Sequence[Segment]) -> dict[str, Any]:
+    """The segments of the row that are each pair's answers, int32 (P, 2), and the counts that go with them."""
     pairs, number = [], 0
     for s in segments:
         if len(s.branches) != 2:
             raise ValueError(f"sample {s.sample_id!r} has {len(s.branches) or 'no'} branches: a pair has two")
         pairs.append((number + 1, number + 2))
         number += 3
-    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+    return {
+        "pairs": torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2),
+        "num_pairs": len(pairs),
+        "num_chosen_tokens": sum(s.branches[0].num_loss_tokens for s in segments),
+    }
 
 
 def _keys(s: Segment) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,19 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 def has_lora(model: nn.Module) -> bool:
     return bool(lora_layers(model))
+
+
+@contextlib.contextmanager
+def without_lora(layers: Iterable[Any]) -> Iterator[None]:
+    """These layers as they were before LoRA. Its weights are read all the same, as ZeRO-3 expects of every pass."""
+    layers = list(layers)
+    for layer in layers:
+        layer.set_scale(_NAME, 0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(_NAME, 1)
 
 
 def merged_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,9 +52,10 @@ class EncodeConfig:
     )
     objective: str = option(
         "sft",
-        "What records hold: sft (conversations, groups of answers), dpo or mpo (pairs of answers).",
+        "What is trained: sft (conversations, groups of answers), or on pairs of a chosen and a rejected answer dpo or "
+        "mpo, whose losses are other defaults of --loss_type.",
         choices=OBJECTIVES,
-        flag="",  # of loops of one's own: the trainer here has no loss for pairs
+        page="preference.md",
     )
     image_size: int = option(
         448,

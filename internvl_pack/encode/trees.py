@@ -51,13 +51,13 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
     if is_pair and objective == "sft":
         raise SampleError(
             "preference_data",
-            "it has a preferred and a rejected answer, which are for MPO and DPO: write the preferred one into "
-            "'conversations', or train on pairs in a loop of your own (docs/library.md)",
+            "it has a preferred and a rejected answer: train on pairs with --objective dpo or mpo, or write the "
+            "preferred one into 'conversations'",
         )
     if objective != "sft" and not is_pair:
         raise SampleError(
             "no_preference_data",
-            f"objective {objective!r} is of pairs, the record has no 'chosen' and 'rejected'",
+            f"objective {objective!r} is of pairs, the record has no 'chosen' and 'rejected': use sft for it",
         )
     if is_pair:
         return _pair(data)

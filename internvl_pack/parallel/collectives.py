@@ -63,3 +63,24 @@ class _Gather(torch.autograd.Function):
         own = upstream.new_empty((len(upstream) // size, *upstream.shape[1:]))
         _reduce_scatter(own, upstream, group=ctx.process_group)
         return own, None
+
+
+def summed(values: Tensor, process_group: Any) -> Tensor:
+    """The sum of everybody's `values`, on every rank.
+
+    Each rank's own share keeps its gradient as it is: every rank goes on with the same sum, and makes the gradients of
+    its own slice.
+    """
+    return _Summed.apply(values, process_group)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, process_group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=process_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None

@@ -132,8 +132,8 @@ def test_answers_beside_a_conversation_that_has_one_are_not_read(tokenizer):
 
 
 BAD_RECORDS = {
-    "preference_data": ("sft", FORMS["MMPR"], "for MPO and DPO"),
-    "preference_data, swift": ("sft", FORMS["ms-swift"], "for MPO and DPO"),
+    "preference_data": ("sft", FORMS["MMPR"], "with --objective dpo or mpo"),
+    "preference_data, swift": ("sft", FORMS["ms-swift"], "with --objective dpo or mpo"),
     "no_preference_data": ("mpo", {"messages": [USER, GOOD]}, "objective 'mpo' is of pairs"),
     "unsupported_field": ("sft", {"conversations": [USER, GOOD], "chosen": CHOSEN}, "without a rejected one"),
     "answers, two prompts": ("dpo", FORMS["MMPR"] | {"prompt": ASKED}, "'prompt' and 'question' are both a prompt"),

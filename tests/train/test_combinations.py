@@ -8,6 +8,8 @@ from internvl_pack.errors import UserError
 from train.combinations import check_combinations
 
 DEFAULTS = {
+    "objective": "sft",
+    "loss_reduction": "token",
     "per_device_train_batch_size": 1,
     "preset_path": None,
     "packing_policy": "subset_sum",
@@ -53,6 +55,8 @@ COMBINATIONS = [
     ("stream", {"share_prefix": True, "pad_seq_to_mult": 8}, "--share_prefix True with --pad_seq_to_mult 8"),
     ("padded", {"pad_seq_to_mult": 8}, "--pad_seq_to_mult without packing"),
     ("padded", {"strict_mode": True}, None),
+    ("stream", {"objective": "dpo", "loss_reduction": "square"}, "--loss_reduction square with --objective dpo"),
+    ("stream", {"objective": "dpo"}, None),
     ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --strict_mode True"),
     ("stream", {"pad_cu_seqlens_to": 65, "strict_mode": True}, None),
     ("stream", {"pad_seq_to_mult": 3, "strict_mode": True}, "--max_packed_tokens 8192 is no multiple"),

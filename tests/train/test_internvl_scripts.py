@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.factory import write_jsonl
+from helpers.pairs import write_pairs
 from helpers.ranks import run
 
 from internvl_pack.errors import UserError
@@ -20,6 +21,7 @@ from train.options import DROPPED, GONE, REFUSED, RENAMED, modernise, option_nam
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("internvl/train/internvl_chat_finetune.py", "internvl/train/internvl_chat_pretrain.py")
+OF_PREFERENCES = ("internvl/train/internvl_chat_dpo.py", "internvl/train/internvl_chat_mpo.py")
 
 # internvl2.5/2nd_finetune: full
 FULL = r"""
@@ -188,6 +190,37 @@ srun -p ${PARTITION} \
   --loss_reduction_all_gather True \
   2>&1 | tee -a "${OUTPUT_DIR}/training_log.txt"
 """
+# internvl2.0_mpo/preference_optimization: MPO by its losses, one pair a GPU
+OF_PAIRS = "./shell/data/pairs.json"
+DPO = (
+    FULL.replace("internvl_chat_finetune.py", "internvl_chat_dpo.py")
+    .replace("./shell/data/internvl_1_2_finetune_custom.json", OF_PAIRS)
+    .replace("PER_DEVICE_BATCH_SIZE:-4", "PER_DEVICE_BATCH_SIZE:-1")
+    .replace(
+        "--freeze_backbone True", "--freeze_backbone False \\\n  --use_data_resampling False \\\n  --pad2square False"
+    )
+    .replace("--learning_rate 4e-5", "--learning_rate 5e-6")
+    .replace("--max_seq_length 8192", "--max_seq_length 6144")
+    .replace("--group_by_length True", "--group_by_length False")
+    .replace(
+        '--report_to "tensorboard"',
+        '--report_to "tensorboard" \\\n  --loss_type sigmoid,bco_pair \\\n  --sigmoid_loss_weight 0.8 \\\n'
+        "  --bco_pair_loss_weight 0.2 \\\n  --rpo_alpha 1",
+    )
+)
+# internvl3_5_qwen3: MPO by its program
+MPO = (
+    FULL.replace("internvl_chat_finetune.py", "internvl_chat_mpo.py")
+    .replace("./shell/data/internvl_1_2_finetune_custom.json", OF_PAIRS)
+    .replace("PER_DEVICE_BATCH_SIZE:-4", "PER_DEVICE_BATCH_SIZE:-1")
+    .replace("--freeze_backbone True", "--freeze_backbone False \\\n  --min_num_frame 8 \\\n  --max_num_frame 32")
+    .replace("--drop_path_rate 0.1", "--drop_path_rate 0.0")
+    .replace("--learning_rate 4e-5", "--learning_rate 2e-7")
+    .replace("--max_seq_length 8192", "--max_seq_length 16384 \\\n  --split_annotations False")
+    .replace("--grad_checkpoint True", "--grad_checkpoint True \\\n  --gradient_checkpointing True")
+    .replace("--ps_version 'v2'", "--ps_version 'v2' \\\n  --use_custom_flash_attn True")
+    .replace("zero_stage1_config.json", "zero_stage3_config.json")
+)
 SCRIPTS = {"full": FULL, "lora": LORA, "packed": PACKED}
 DROPPED_IN = {
     "full": {"use_fast_tokenizer", "vision_select_layer", "group_by_length", "ps_version"},
@@ -208,12 +241,15 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     data = folder / "shell" / "data"
     meta = write_jsonl(data, 5, root=str(data / "images"), annotation=str(data / "made.jsonl"))
     meta.rename(data / "internvl_1_2_finetune_custom.json")
+    pairs = data / "of_pairs"
+    meta = write_pairs(pairs, 4, root=str(pairs / "images"), annotation=str(pairs / "made.jsonl"))
+    meta.rename(data / "pairs.json")
     return folder
 
 
 def words_of(script: str, folder: Path, tmp_path: Path, **env: str) -> list[str]:
     """What the script starts, run by bash with a launcher that writes down its command line."""
-    for program in PROGRAMS:
+    for program in (*PROGRAMS, *OF_PREFERENCES):
         script = script.replace(program, str(ROOT / "train" / "finetune.py"))
     seen = tmp_path / "argv.json"
     for launcher in ("torchrun", "srun"):
@@ -268,6 +304,22 @@ def test_a_published_script_trains_here(name, folder, tmp_path, process, monkeyp
     for flag in RENAMED_IN[name]:
         assert f"--{flag} is now --{RENAMED[flag]}" in told
     assert sum("has no effect here" in line for line in told) == len(DROPPED_IN[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "objective"), [(DPO, ()), (MPO, ("--objective", "mpo"))], ids=["dpo", "mpo"])
+def test_a_published_script_of_preferences_trains_here(
+    script, objective, folder, tmp_path, process, monkeypatch, capsys
+):
+    words = [*words_of(script, folder, tmp_path, GPUS="1", BATCH_SIZE="2"), *objective, "--dataloader_num_workers", "0"]
+    place, out = words.index("--deepspeed"), folder / words[words.index("--output_dir") + 1]
+    monkeypatch.chdir(folder)
+    status = finetune.main([*words[:place], *words[place + 2 :], "--max_dynamic_patch", "2"])
+    assert status == 0, capsys.readouterr().err[-3000:]
+    logs = [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+    assert len(logs) == 2 and (logs[0]["rewards/margins"] == 0) == (script is MPO)  # the other has stochastic depth
+    parts = [logs[1][f"loss/{name}"] for name in ("sigmoid", "bco_pair", "sft")]
+    assert logs[1]["loss"] == pytest.approx(0.8 * parts[0] + 0.2 * parts[1] + parts[2], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,27 @@ def test_what_was_translated_or_dropped_is_said():
 
 
 @pytest.mark.parametrize(
+    ("program", "options", "added"),
+    [
+        ("mpo", "", ["--objective", "mpo"]),
+        ("dpo", "", ["--objective", "dpo"]),
+        ("dpo", " --loss_type sigmoid,bco_pair", []),
+    ],
+)
+def test_a_program_of_preferences_is_an_objective(program, options, added):
+    script = SCRIPT.replace("chat_finetune.py", f"chat_{program}.py").replace(
+        "--warmup_ratio 0.03", f"--warmup_ratio 0.03{options}"
+    )
+    found = translate_script("run.sh", script, {})
+    place = found.command.index("--model_name_or_path")
+    assert found.command[place - len(added) : place] == added and found.command[place - len(added) - 1] == str(FINETUNE)
+
+
+@pytest.mark.parametrize(
     "before, after, message",
     [
-        ("chat_finetune.py \\", "chat_mpo.py \\", "run.sh: internvl_chat_mpo.py optimises preferences (MPO)"),
-        ("chat_finetune.py \\", "chat_dpo.py \\", "run.sh: internvl_chat_dpo.py optimises preferences (DPO)"),
         ("chat_finetune.py \\", "chat_eval.py \\", "run.sh: internvl_chat_eval.py is no training program"),
         ("internvl/train/internvl_chat_finetune.py \\", "eval.py \\", "run.sh: it starts none of InternVL's training"),
-        ("--warmup_ratio 0.03", "--loss_type sigmoid", "run.sh: --loss_type: preference optimisation (MPO, DPO)"),
         ("--warmup_ratio 0.03", "--ps_version v1", "run.sh: --ps_version v1: the native model"),
         ("--warmup_ratio 0.03", "--max_sequence_length 9", "run.sh: unknown option '--max_sequence_length'"),
         ('"internvl2_5"', '"vicuna_v1.1"', "run.sh: --conv_style vicuna_v1.1: choose one of"),

@@ -15,9 +15,9 @@ the same reason delta, the mean of all rewards (beta c and beta r) so far, is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ class PreferenceLoss:
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
-    def of(self, pairs: Pairs, delta: float, num_pairs: float, num_chosen_tokens: float) -> PairLosses:
+    def of(self, pairs: Pairs, delta: float | Tensor, num_pairs: float, num_chosen_tokens: float) -> PairLosses:
         """The part of one micro-batch in the loss of its step.
 
         Args:
@@ -135,24 +135,27 @@ def sigmoid(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
 
 
-def bco_pair(rewards: Tensor, delta: float) -> Tensor:
+def bco_pair(rewards: Tensor, delta: float | Tensor) -> Tensor:
     """rewards (P, 2) of the chosen and the rejected answers; the losses (P,)."""
     return -F.logsigmoid(rewards[:, 0] - delta) - F.logsigmoid(delta - rewards[:, 1])
 
 
-@dataclass
 class RunningMean:
-    """The mean of all rewards so far, both answers of every pair; 0 before the first."""
+    """The mean of all rewards so far, both answers of every pair; 0 before the first. Kept where they are made."""
 
-    total: float = 0.0
-    count: float = 0.0
+    def __init__(self, device: torch.device | str = "cpu", state: Sequence[float] = (0.0, 0.0)) -> None:
+        self._state = torch.tensor(state, dtype=torch.float64, device=device)  # their sum and their number
 
     @property
-    def value(self) -> float:
-        return self.total / self.count if self.count else 0.0
+    def value(self) -> Tensor:
+        """A scalar."""
+        return self._state[0] / self._state[1].clamp(min=1)
 
-    def add(self, total: float, count: float) -> None:
-        self.total, self.count = self.total + total, self.count + count
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """A step's pairs, from `PairLosses.sums`; those of a step with one that is not finite are left out."""
+        step = torch.stack([sums["rewards_chosen"] + sums["rewards_rejected"], 2 * sums["num_pairs"]])
+        self._state += torch.where(step.isfinite().all(), step, torch.zeros_like(step))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total, "count": self.count}
+    def state(self) -> list[float]:
+        """The sum and the number, for a `RunningMean` that goes on."""
+        return self._state.tolist()

@@ -81,8 +81,10 @@ def test_sums_are_those_of_each_segment():
 
 
 def test_the_running_mean_is_of_all_rewards_so_far():
-    mean = RunningMean()
-    assert mean.value == 0
-    mean.add(3.0, 2)
-    mean.add(-1.0, 6)
-    assert mean.value == 0.25 and RunningMean(**mean.state_dict()) == mean
+    mean, steps = RunningMean(), []
+    for total, pairs in ((3.0, 1), (-1.0, 3), (float("nan"), 2)):
+        assert mean.value == (sum(t for t, _ in steps) / sum(2 * n for _, n in steps) if steps else 0)
+        found = {"rewards_chosen": total - 1, "rewards_rejected": 1.0, "num_pairs": float(pairs)}
+        mean.add({name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()})
+        steps.append((total, pairs))
+    assert mean.value == 0.25 and RunningMean(state=mean.state()).state() == [2.0, 8.0]
