@@ -2,7 +2,7 @@
 
     python benchmarks/fp8.py --speed                    # 8B widths with 8 layers: bfloat16 and fp8 in turns
     python benchmarks/fp8.py --widths                   # from which width of a language model on it pays
-    python benchmarks/fp8.py --gate --meta META.json    # 300 steps of finetune.py: three seeds, and fp8 beside them
+    python benchmarks/fp8.py --gate --meta META.json    # 300 steps of finetune.py, three seeds each way
     python benchmarks/fp8.py --speed --widths --device cpu              # the script itself, in small
 
 --speed: forward and backward of the same rows and weights, compiled, without an optimizer; ways take turns in each
@@ -17,8 +17,9 @@ images. Then
 --widths: the same for two layers of the widths of published language models, text alone.
 
 --gate: a model of width 2,048 from random weights, every tenth sample of the data held out. Seeds are of weights and
-order; recipes have those of the first. One passes where it is no farther from the same seed in bfloat16 than the seeds
-are from each other, in the mean loss of the last tenth of the steps and in that of the samples held out.
+order, the same for all ways. A recipe passes where the mean of its runs is no farther from that of bfloat16's than
+these are from each other: in the loss of the last tenth of the steps, and in that of the samples held out. Runs that
+--out has already are not made again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -409,14 +410,15 @@ def gate(args: argparse.Namespace) -> int:
         work = Path(args.work or temporary)
         work.mkdir(parents=True, exist_ok=True)
         train_meta, held_out = split_data(Path(args.meta), work)
-        for seed in GATE_SEEDS:
+        runs = [(f"{way} {seed}", seed, None if way == BFLOAT16 else way) for way in args.ways for seed in GATE_SEEDS]
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))["runs"] if args.out.is_file() else {}
+        seen = {name: earlier[name] for name, *_ in runs if name in earlier}
+        left = [run for run in runs if run[0] not in seen]
+        for seed in sorted({seed for _, seed, _ in left}):
             make_gate_checkpoint(work / f"seed{seed}", args, seed)
-        runs = [(f"{BFLOAT16} {seed}", seed, None) for seed in GATE_SEEDS]
-        runs += [(recipe, GATE_SEEDS[0], recipe) for recipe in RECIPES]
         with ThreadPoolExecutor(args.at_once) as pool:
-            results = pool.map(lambda run: one_run(args, work, train_meta, held_out, *run), runs)
-            seen = {}
-            for (name, *_), result in zip(runs, results, strict=True):
+            results = pool.map(lambda run: one_run(args, work, train_meta, held_out, *run), left)
+            for (name, *_), result in zip(left, results, strict=True):
                 if result is None:
                     return 1
                 seen[name] = result
@@ -424,24 +426,30 @@ def gate(args: argparse.Namespace) -> int:
                 print(f"    {name}: {result['last']:.4f}, held out {result['held_out']:.4f}; {took:.0f} s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"steps": args.steps, "meta": Path(args.meta).name, "runs": seen}, indent=1))
-    names, middle = list(seen), max(1, args.steps // 6)
-    print(f"\nMean loss of {middle} steps up to each; curves are in {args.out}")
-    table = Table(("steps", 6), *((name, 18) for name in names))
+    middle = max(1, args.steps // 6)
+
+    def losses(way: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
+        return [figure(seen[f"{way} {seed}"]) for seed in GATE_SEEDS]
+
+    print(f"\nMean loss of {middle} steps up to each, mean of {len(GATE_SEEDS)} seeds; curves are in {args.out}")
+    table = Table(("steps", 6), *((way, 18) for way in args.ways))
     for end in range(middle, args.steps + 1, middle):
-        table.row(end, *(f"{statistics.mean(seen[name]['losses'][end - middle : end]):.4f}" for name in names))
+        means = [losses(way, lambda run: statistics.mean(run["losses"][end - middle : end])) for way in args.ways]  # noqa: B023
+        table.row(end, *(f"{statistics.mean(values):.4f}" for values in means))
     failed = 0
     for figure, what in (("last", f"the last {len_last(args.steps)} steps"), ("held_out", "the samples held out")):
-        values = [seen[name][figure] for name in names]
-        own = values[: len(GATE_SEEDS)]
+        own = losses(BFLOAT16, lambda run: run[figure])  # noqa: B023
         spread = max(own) - min(own)
-        print(f"{what}: seeds {min(own):.4f} to {max(own):.4f} ({spread:.4f} apart)")
-        for recipe, fp8 in zip(RECIPES, values[len(GATE_SEEDS) :], strict=True):
-            apart = abs(fp8 - own[0])
-            inside = "inside" if min(own) <= fp8 <= max(own) else "outside"
-            passes = apart <= spread
+        print(f"{what}: {BFLOAT16} {min(own):.4f} to {max(own):.4f}, mean {statistics.mean(own):.4f}")
+        for recipe in args.ways[1:]:
+            fp8 = losses(recipe, lambda run: run[figure])  # noqa: B023
+            apart = statistics.mean(fp8) - statistics.mean(own)
+            passes = abs(apart) <= spread
             failed += not passes
-            verdict = "passes" if passes else "FAILED"
-            print(f"    {recipe}: {fp8:.4f}, {inside} of them, {apart:.4f} from its seed: {verdict}")
+            print(
+                f"    {recipe}: {min(fp8):.4f} to {max(fp8):.4f}, mean {apart:+.4f}, {abs(apart) / spread:.2f} of the "
+                f"seeds' spread: {'passes' if passes else 'FAILED'}"
+            )
     return 1 if failed else 0
 
 

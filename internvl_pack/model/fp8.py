@@ -10,27 +10,24 @@ its neighbours. It is not offered.
 The weights stay what they are: optimizer, ZeRO and checkpoints see ordinary parameters under their names. The head, the
 vision tower, the projector and LoRA's own matrices are left alone.
 
-The gradient of a weight is a product over the tokens of a row, whose number the hardware wants as a multiple of 16.
-`fill_row` adds what is missing as a segment of its own: without labels, so that it adds nothing to any gradient.
+The gradient of a weight is a product over the tokens of a row, whose number the hardware wants as a multiple of 16:
+fill_row.py adds what is missing.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UserError
 from .experts import expert_blocks
 from .parts import decoder_layers
 
 if TYPE_CHECKING:
-    from ..parallel.slices import RowSlice
     from .packed import PackedModel
 
 logger = logging.getLogger(__name__)
@@ -114,34 +111,6 @@ def why_slower(packed: PackedModel, device: torch.device | str | None = None) ->
     if not packed.is_compiled:
         return f"--fp8 {packed.fp8} without --compile: rounding takes longer than products save; set --compile True"
     return None
-
-
-def fill_row(
-    embeddings: Tensor, position_ids: Tensor | None, part: RowSlice, attention_mask: Tensor | None
-) -> tuple[Tensor, Tensor | None, RowSlice, Tensor | None]:
-    """Add tokens of zeros at the end until there is a multiple of MULTIPLE, in a pack as a segment of their own.
-
-    Args:
-        embeddings: (B, N, H); position_ids and attention_mask: (B, N).
-        part: the whole row, or a padded batch, which has no boundaries.
-
-    Returns:
-        the same, (B, N + added, ...).
-    """
-    rows, num_tokens = embeddings.shape[:2]
-    free = -num_tokens % (MULTIPLE // math.gcd(rows, MULTIPLE))
-    if not free:
-        return embeddings, position_ids, part, attention_mask
-    embeddings = F.pad(embeddings, (0, 0, 0, free))
-    if position_ids is not None:
-        more = torch.arange(free, dtype=position_ids.dtype, device=position_ids.device)
-        position_ids = torch.cat([position_ids, more.expand(rows, free)], dim=1)
-    if attention_mask is not None:
-        attention_mask = F.pad(attention_mask, (0, free))
-    if part.cu_seqlens is not None and part.max_seqlen is not None:
-        boundaries = F.pad(part.cu_seqlens, (0, 1), value=num_tokens + free)
-        part = replace(part, cu_seqlens=boundaries, max_seqlen=max(part.max_seqlen, free))
-    return embeddings, position_ids, part, attention_mask
 
 
 def _is_suitable(module: nn.Module, name: str) -> bool:

@@ -32,7 +32,8 @@ from .attention import Kernel, TreeLinks, check_cu_seqlens_form, kernel_of, pack
 from .attention import tree_links as make_tree_links
 from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
-from .fp8 import fill_row
+from .fill_row import MULTIPLE, fill_row
+from .fp8 import MULTIPLE as FP8_MULTIPLE
 from .images import join_without_images, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
 from .towers import Features, make_tower
@@ -430,8 +431,9 @@ class PackedModel(nn.Module):
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         num_tokens = embeddings.shape[1]
-        if self.fp8:
-            embeddings, position_ids, part, attention_mask = fill_row(embeddings, position_ids, part, attention_mask)
+        if multiple := self._row_multiple(part):
+            row = embeddings, position_ids, part, attention_mask
+            embeddings, position_ids, part, attention_mask = fill_row(*row, multiple)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
         if deep is not None:
             inputs["deep_features"] = deep
@@ -442,6 +444,12 @@ class PackedModel(nn.Module):
             with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group, tree_links) as names:
                 hidden = self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
         return hidden[:, :num_tokens]
+
+    def _row_multiple(self, part: RowSlice) -> int | None:
+        """What the number of tokens is filled up to a multiple of; None: it stays as it is."""
+        if self.is_compiled and part.cu_seqlens is not None and self.sequence_group is None and self.routing is None:
+            return MULTIPLE
+        return FP8_MULTIPLE if self.fp8 else None
 
     @property
     def _no_mask(self) -> Tensor:

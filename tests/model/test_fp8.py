@@ -27,10 +27,9 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.attention import register_packed_attention
 from internvl_pack.model.build import build_model
 from internvl_pack.model.compiled import compile_blocks
-from internvl_pack.model.fp8 import MULTIPLE, RECIPES, check_fp8, fill_row, use_fp8, why_slower
+from internvl_pack.model.fp8 import MULTIPLE, RECIPES, check_fp8, use_fp8, why_slower
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation
-from internvl_pack.parallel.slices import RowSlice
 from internvl_pack.testing.tiny import save_tiny_checkpoint
 
 float8 = pytest.importorskip("torchao.float8")
@@ -253,23 +252,6 @@ def test_a_padded_batch_trains_like_a_pack(tokenizer):
     with torch.no_grad():
         pack, padded = (packed(**make(row)) for make in (packed_batch, padded_batch))
     assert pack.loss.item() == pytest.approx(padded.loss.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "tokens", "filled"), [(1, 1, 16), (1, 32, 32), (3, 20, 32), (4, 9, 12), (16, 5, 5)])
-def test_a_row_is_filled_up_to_what_products_take(rows, tokens, filled):
-    states, positions = torch.ones(rows, tokens, 8), torch.arange(tokens).expand(rows, -1)
-    boundaries = torch.tensor([0, tokens], dtype=torch.int32) if rows == 1 else None
-    mask = None if rows == 1 else torch.ones(rows, tokens)
-    part = RowSlice.whole(boundaries, tokens if rows == 1 else None)
-    states, positions, part, mask = fill_row(states, positions, part, mask)
-    assert states.shape[:2] == positions.shape == (rows, filled)
-    assert rows * filled % MULTIPLE == 0
-    assert states[:, :tokens].min() == 1 and not states[:, tokens:].any()
-    if rows == 1:
-        assert part.cu_seqlens.tolist() == sorted({0, tokens, filled})
-        assert part.max_seqlen == max(tokens, filled - tokens)
-    else:
-        assert mask.sum() == rows * tokens
 
 
 # --- with other options
