@@ -63,10 +63,10 @@ class Samples:
         """Of the entries of a meta file."""
         return cls(tuple(open_source(spec) for spec in specs), tuple(specs), encoder)
 
-    def joined(self, room: Room) -> Samples:
+    def joined(self, room: Room, folder: Path | None) -> Samples:
         """With neighbouring rows that begin alike joined to trees, up to a sample of this room; see encode/joined.py.
 
-        Every record is read once.
+        Every record is read once, unless an earlier run kept what it found in `folder`; None keeps nothing.
 
         Raises:
             UserError: the objective is of pairs, which are trees already.
@@ -74,7 +74,7 @@ class Samples:
         if self.encoder.config.objective != "sft":
             raise UserError(f"share_prefix with objective {self.encoder.config.objective!r}: pairs are trees already")
         sources = (
-            source if isinstance(source, JoinedSource) else JoinedSource(source, spec, self.encoder, room)
+            source if isinstance(source, JoinedSource) else JoinedSource(source, spec, self.encoder, room, folder)
             for source, spec in zip(self.sources, self.specs, strict=True)
         )
         return replace(self, sources=tuple(sources))

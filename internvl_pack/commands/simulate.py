@@ -127,7 +127,7 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
     args.meta = args.lengths
     samples = open_samples(args)
     if config.share_prefix:
-        samples = samples.joined(config.room)
+        samples = samples.joined(config.room, root_of(None))
     samples.check_some(samples.num_rows)
     room = config.room
     if getattr(args, "suggest", False):  # budgets of the grid are smaller

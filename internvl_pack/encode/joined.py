@@ -7,8 +7,8 @@
 
 Rows are joined where they have the same images, none of them after an answer, and the same text up to the last image;
 without images, where the whole prompt is the same. Every row keeps its ids, its labels, its weight in the loss and its
-own id. Which rows are joined is found when the source is opened, by reading every record once, and is part of the
-data's content mark: another budget, or other images, are other data to a resume and to the survey.
+own id. Which rows are joined is found when the source is opened, by reading every record once, and kept on disk beside
+the survey. It is part of the data's content mark: with another budget it is other data to a resume and to the survey.
 
 Not joined are rows that already are trees, those with a video (its frames are drawn by the row's id), those of a
 dataset with `data_augment` (drawn likewise), and those that alone would not fit into a pack or could not be encoded, so
@@ -18,11 +18,14 @@ that each is cut, or named, as it would be alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 32  # of a tree: more would be cut again, and are read and lost together
 _HEAD_BYTES = 1024
+_VERSION = 1  # of the rules by which rows are joined
 
 
 class JoinedSource(Source):
@@ -46,12 +50,25 @@ class JoinedSource(Source):
     Args:
         source, spec, encoder: the rows, and how they become tokens.
         room: the largest sample that need not be cut.
+        folder: where what was found is kept for later runs; None keeps nothing.
     """
 
-    def __init__(self, source: Source, spec: DatasetSpec, encoder: Encoder, room: Room) -> None:
+    def __init__(
+        self, source: Source, spec: DatasetSpec, encoder: Encoder, room: Room, folder: Path | None = None
+    ) -> None:
         self.source, self.name = source, source.name
-        starts = range(len(source)) if spec.data_augment else _starts(source, spec, encoder, room)
-        self._starts = np.array([*starts, len(source)], np.int64)
+        path = None
+        if folder is not None and not spec.data_augment:
+            facts = [_VERSION, source.content, len(source), spec.max_dynamic_patch, encoder.fingerprint(), room]
+            digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+            path = folder / "joined" / f"{digest}.npy"
+        found = None if path is None else _read(path, len(source))
+        if found is None:
+            starts = range(len(source)) if spec.data_augment else _starts(source, spec, encoder, room)
+            found = np.array([*starts, len(source)], np.int64)
+            if path is not None:
+                _write(path, found)
+        self._starts = found
         trees = int((np.diff(self._starts) > 1).sum())
         joined = len(source) - len(self) + trees
         logger.info("dataset %r: %d of %d rows are joined to %d trees", self.name, joined, len(source), trees)
@@ -93,6 +110,30 @@ class JoinedSource(Source):
     @property
     def block_starts(self) -> Sequence[int]:
         return np.searchsorted(self._starts, np.asarray(self.source.block_starts)).tolist()
+
+
+def _read(path: Path, num_rows: int) -> np.ndarray | None:
+    """What an earlier run found; None where there is nothing, or nothing whole."""
+    try:
+        starts = np.load(path)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+    if starts.dtype != np.int64 or starts.ndim != 1 or not len(starts):
+        return None
+    sizes = np.diff(starts)
+    whole = starts[0] == 0 and starts[-1] == num_rows and ((sizes > 0) & (sizes <= MAX_ROWS)).all()
+    return starts if whole else None
+
+
+def _write(path: Path, starts: np.ndarray) -> None:
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            np.save(file, starts)
+        os.replace(beside, path)
+    except OSError as error:
+        logger.warning("%s cannot be kept (%s): the next run looks again", path, error.strerror)
 
 
 class _Row:
@@ -147,7 +188,7 @@ class _Row:
 
     def _digest(self, place: int) -> bytes:
         if place not in self._digests:
-            self._digests[place] = blake2b(self.images[place].read(), digest_size=16).digest()
+            self._digests[place] = hashlib.blake2b(self.images[place].read(), digest_size=16).digest()
         return self._digests[place]
 
 

@@ -278,7 +278,7 @@ def gather(
         UserError: reading cannot continue, or a worker was killed.
     """
     if config.share_prefix:
-        samples = samples.joined(config.room)
+        samples = samples.joined(config.room, root)
     mixture = samples.mixture(config, 0)
     samples.check_some(len(mixture))
     survey = Survey(samples, config.room, root)

@@ -11,6 +11,7 @@ from ..order.mixture import Mixture
 from ..plan.preset import Preset, PresetPacks
 from ..plan.sequence import PackSequence
 from ..samples import Samples
+from ..survey.table import root_of
 from .dataset import PackedDataset
 from .reader import SampleSegments, SegmentSource
 from .stored import StoredSegments
@@ -45,7 +46,7 @@ class PresetDataset(PackedDataset):
         self.preset = preset if isinstance(preset, Preset) else Preset(preset)
         config = self.preset.config(config)
         if config.share_prefix:
-            samples = samples.joined(config.room)
+            samples = samples.joined(config.room, root_of(config.survey_dir))
         self.preset.check_fits(samples)
         super().__init__(samples, config=config, rank=rank, world_size=world_size)
         self.segment_source(0)  # refuses a preset that has no data either

@@ -6,12 +6,9 @@ tokenizer run by run: control tokens part the runs, so that no word reaches from
 
 from __future__ import annotations
 
-import copy
-
 import pytest
+from helpers.chat_tokenizers import HARMONY, PHI3, with_bos, with_tokens
 from helpers.encode_samples import SPEC, expected, jpeg, raw_sample
-from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from internvl_pack.encode import EncodeConfig, Encoder
 from internvl_pack.encode.formats import known_templates
@@ -25,25 +22,7 @@ Current date: 2025-08-06
 Reasoning: low
 
 # Valid channels: final. Channel must be included for every message."""
-HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"]
-PHI3 = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TWO_ROUNDS = [("human", "What is it?"), ("gpt", "A chair."), ("human", "Sure?"), ("gpt", "Yes.\nQuite.")]
-
-
-def with_tokens(tokenizer, tokens, **options):
-    other = copy.deepcopy(tokenizer)
-    other.add_tokens([AddedToken(token, special=True, normalized=False, **options) for token in tokens])
-    return other
-
-
-def with_bos(tokenizer, bos="<s>"):
-    """As InternLM2's and Llama's: a sequence begins with <s>, unless special tokens are left out."""
-    other = with_tokens(tokenizer, [bos, "</s>"])
-    other.bos_token = bos
-    other.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, other.convert_tokens_to_ids(bos))]
-    )
-    return other
 
 
 def encoded(tokenizer, conv_style, turns, images=None, **fields):

@@ -34,10 +34,10 @@ def rows_of(source: JoinedSource) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["jsonl", "shards", "table"])
 def test_rows_are_joined_where_they_begin_alike(kind, tokenizer, tmp_path):
     samples = opened(kind, tokenizer, tmp_path)
-    joined = samples.joined(ROOM)
+    joined = samples.joined(ROOM, None)
     (source,) = joined.sources
     assert rows_of(source) == JOINED and joined.num_rows == len(JOINED)
-    assert joined.joined(ROOM).sources == joined.sources
+    assert joined.joined(ROOM, None).sources == joined.sources
     for row, rows in enumerate(JOINED):
         assert joined.sample_id(0, row) == samples.sample_id(0, rows[0])
         assert joined.origin(0, row) == samples.origin(0, rows[0])
@@ -66,7 +66,7 @@ def test_rows_are_joined_where_they_begin_alike(kind, tokenizer, tmp_path):
 def test_the_content_mark_says_which_rows_are_joined(tokenizer, tmp_path):
     samples = opened("jsonl", tokenizer, tmp_path)
     (plain,) = samples.sources
-    (one,), (again,), (other,) = (samples.joined(room).sources for room in (ROOM, ROOM, Room(4096, 16)))
+    (one,), (again,), (other,) = (samples.joined(room, None).sources for room in (ROOM, ROOM, Room(4096, 16)))
     assert one.content == again.content == pickle.loads(pickle.dumps(one)).content
     assert len({plain.content, one.content, other.content}) == 3
     assert [17, 18, 19] in [rows[-3:] for rows in rows_of(other)]  # with room for the long one
@@ -75,24 +75,43 @@ def test_the_content_mark_says_which_rows_are_joined(tokenizer, tmp_path):
 def test_no_more_than_so_many_rows_are_joined_and_none_over_the_border_of_two_shards(tokenizer, tmp_path):
     table = [as_table()[0]] * (2 * MAX_ROWS + 3)
     encoder = Encoder(tokenizer, TINY)
-    (source,) = Samples.of([DatasetSource("made", table)], encoder).joined(ROOM).sources
+    (source,) = Samples.of([DatasetSource("made", table)], encoder).joined(ROOM, None).sources
     assert list(map(len, rows_of(source))) == [MAX_ROWS, MAX_ROWS, 3]
 
     samples = Samples.from_meta(write_shards(tmp_path, 40, per_shard=10), tokenizer, TINY)
-    (sharded,) = samples.joined(ROOM).sources
+    (sharded,) = samples.joined(ROOM, None).sources
     starts = [rows[0] for rows in rows_of(sharded)]
     assert [starts[start] for start in sharded.block_starts[:-1]] == [0, 10, 20, 30]
     assert sharded.block_starts[-1] == len(sharded)
 
 
+def test_what_was_found_is_kept_and_damage_is_found_anew(tokenizer, tmp_path, monkeypatch):
+    samples = opened("jsonl", tokenizer, tmp_path / "data")
+    cache = tmp_path / "cache"
+    (found,) = samples.joined(ROOM, cache).sources
+    (kept,) = (cache / "joined").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("internvl_pack.encode.joined._starts", None)  # nobody looks again
+        (again,) = samples.joined(ROOM, cache).sources
+        assert rows_of(again) == rows_of(found) == JOINED and again.content == found.content
+        for other in ((Room(249, 16), {}), (ROOM, {"use_thumbnail": False})):
+            with pytest.raises(TypeError):
+                opened("jsonl", tokenizer, tmp_path / "data", **other[1]).joined(other[0], cache)
+    whole = kept.read_bytes()
+    for damage in (b"", whole[:-8], whole[:-8] + b"\0" * 8, b"no array"):
+        kept.write_bytes(damage)
+        (again,) = samples.joined(ROOM, cache).sources
+        assert rows_of(again) == JOINED and kept.read_bytes() == whole
+
+
 def test_what_is_drawn_by_the_rows_id_is_not_joined(tokenizer, tmp_path):
     samples = opened("jsonl", tokenizer, tmp_path)
     augmented = replace(samples, specs=(replace(samples.specs[0], data_augment=True),))
-    assert rows_of(augmented.joined(ROOM).sources[0]) == [[row] for row in range(len(ROWS))]
+    assert rows_of(augmented.joined(ROOM, None).sources[0]) == [[row] for row in range(len(ROWS))]
 
 
 def test_a_row_that_cannot_be_encoded_names_those_that_leave_with_it(tokenizer, tmp_path):
-    joined = opened("jsonl", tokenizer, tmp_path).joined(ROOM)
+    joined = opened("jsonl", tokenizer, tmp_path).joined(ROOM, None)
     (tmp_path / "a.png").unlink()
     with pytest.raises(SampleError, match="with it leave the 2 rows after it that begin alike") as caught:
         joined.encode(0, 0)
@@ -106,4 +125,4 @@ def test_a_row_that_cannot_be_encoded_names_those_that_leave_with_it(tokenizer, 
 
 def test_pairs_are_not_joined(tokenizer, tmp_path):
     with pytest.raises(UserError, match="share_prefix with objective 'dpo'"):
-        opened("jsonl", tokenizer, tmp_path, objective="dpo").joined(ROOM)
+        opened("jsonl", tokenizer, tmp_path, objective="dpo").joined(ROOM, None)

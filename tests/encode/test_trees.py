@@ -6,9 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from helpers.encode_samples import SPEC, jpeg, raw_sample
+from helpers.chat_tokenizers import of_format
+from helpers.encode_samples import SPEC, assert_branches_are_the_answers, jpeg, raw_sample
 
 from internvl_pack.encode import EncodeConfig, Encoder
+from internvl_pack.encode.formats import known_templates
 from internvl_pack.errors import SampleError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.split import split
@@ -37,6 +39,9 @@ FORMS = {
 }
 
 
+CONV_STYLES = sorted({*known_templates(), "chat_template"})
+
+
 def encoder(tokenizer, objective="dpo", conv_style="internvl2_5"):
     return Encoder(tokenizer, EncodeConfig(conv_style=conv_style, tokens_per_tile=4, objective=objective))
 
@@ -49,21 +54,6 @@ def sample(fields, images=("a.jpg",)):
     )
 
 
-def assert_branches_are_the_answers(tree, alone):
-    prefix = tree.record.num_prefix_tokens
-    at = prefix
-    assert len(tree.branches) == len(alone)
-    for branch, one in zip(tree.branches, alone, strict=True):
-        part = slice(at, at + branch.num_tokens)
-        for mine, theirs in ((tree.input_ids, one.input_ids), (tree.labels, one.labels)):
-            np.testing.assert_array_equal(np.concatenate([mine[:prefix], mine[part]]), theirs)
-        assert tree.labels[at] == -100 and branch.num_loss_tokens == one.record.num_loss_tokens
-        at += branch.num_tokens
-    assert at == tree.record.num_tokens == len(tree.input_ids)
-    assert sum(span.num_tokens for span in tree.record.spans) == at
-    assert tree.images == alone[0].images and tree.record.num_tiles == alone[0].record.num_tiles
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_pair_in_every_form(tokenizer, form):
     tree = encoder(tokenizer).encode(sample(FORMS[form]), SPEC)
@@ -74,31 +64,49 @@ def test_a_pair_in_every_form(tokenizer, form):
     assert tree.record.num_prefix_tokens > tree.record.num_tokens // 2
 
 
-@pytest.mark.parametrize("conv_style", ["internvl2_5", "Hermes-2", "chat_template"])
+@pytest.mark.parametrize("conv_style", CONV_STYLES)
 def test_answers_that_begin_alike_share_what_is_before_them(tokenizer, conv_style):
-    if conv_style == "chat_template":
-        tokenizer = _with_template(tokenizer)
-    answers = ["A crane over water.", "A crane over land, I think.", "  A", "\nNo."]
+    answers = ["A crane over water.", "A crane over land, I think.", "  A", "\nNo.", "A"]
     turns = [("human", "Hello."), ("gpt", "Hi!"), ("human", "What is it?")]
-    tree = encoder(tokenizer, "sft", conv_style).encode(raw_sample(turns, answers=answers, system="Be brief."), SPEC)
+    assert_a_group_is_its_answers(of_format(tokenizer, conv_style), conv_style, turns, answers)
+
+
+@pytest.mark.parametrize("conv_style", CONV_STYLES)
+def test_answers_about_many_images(tokenizer, conv_style):
+    images = {f"{number}.jpg": jpeg(60 + number, 40) for number in range(7)}
+    turns = [("human", "<image>\n<image>\nCompare."), ("gpt", "Alike."), ("human", "<image>" * 5 + "And these?")]
+    assert_a_group_is_its_answers(
+        of_format(tokenizer, conv_style), conv_style, turns, ["Yes.", "Yes, all.", "No"], images
+    )
+
+
+@pytest.mark.parametrize("conv_style", CONV_STYLES)
+@pytest.mark.parametrize("images", [(), ("a.jpg",)], ids=["text", "image"])
+def test_pairs_in_every_chat_format(tokenizer, conv_style, images):
+    tokenizer = of_format(tokenizer, conv_style)
+    asked = "<image>\nWhat is it?" if images else "What is it?"
+    pair = {"question": asked, "chosen": "A crane.", "rejected": "A crane, or a dog."}
+    tree = encoder(tokenizer, "mpo", conv_style).encode(sample(pair, images), SPEC)
+    plain = encoder(tokenizer, "sft", conv_style)
+    alone = [
+        plain.encode(raw_sample([("human", asked), ("gpt", pair[name])], {name: jpeg() for name in images}), SPEC)
+        for name in ("chosen", "rejected")
+    ]
+    assert_branches_are_the_answers(tree, alone)
+    assert tree.record.is_pair and tree.record.num_tiles == len(images)
+
+
+def assert_a_group_is_its_answers(tokenizer, conv_style, turns, answers, images=None):
+    one = encoder(tokenizer, "sft", conv_style)
+    system = {} if conv_style == "internvl_zh" else {"system": "Be brief."}
+    tree = one.encode(raw_sample(turns, images, answers=answers, **system), SPEC)
     alone = []
     for answer in answers:
-        record = raw_sample([*turns, ("gpt", answer)], system="Be brief.")
+        record = raw_sample([*turns, ("gpt", answer)], images, **system)
         record.data["conversations"][1]["loss"] = False  # of the prompt nothing is trained
-        alone.append(encoder(tokenizer, "sft", conv_style).encode(record, SPEC))
+        alone.append(one.encode(record, SPEC))
     assert_branches_are_the_answers(tree, alone)
-    assert not tree.record.is_pair and tree.record.num_tiles == 0
-
-
-def _with_template(tokenizer):
-    import copy
-
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return other
+    assert not tree.record.is_pair and tree.record.num_tiles == len(images or ())
 
 
 def test_a_group_has_weights_and_rewards(tokenizer):

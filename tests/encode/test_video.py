@@ -9,13 +9,14 @@ import struct
 import sys
 import tarfile
 import tempfile
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.encode_samples import SPEC, BytesRef, jpeg, raw_sample
+from helpers.encode_samples import SPEC, BytesRef, assert_branches_are_the_answers, jpeg, raw_sample
 from helpers.factory import TINY, write_meta
 
 from internvl_pack import EncodeConfig, Encoder, PackedDataset, PackingConfig, SampleError, UserError, build_loader
@@ -364,6 +365,21 @@ def test_without_pyav_the_run_ends_with_the_cure(encoder, minute, monkeypatch):
 def test_impossible_options_are_named(options, named):
     with pytest.raises(UserError, match=named):
         EncodeConfig(**options)
+
+
+def test_answers_about_a_video_share_its_frames(encoder, minute):
+    answers = ["It brightens.", "It brightens, step by step.", "No."]
+    raw = video_sample(minute)
+    raw.data["conversations"].pop()
+    tree = encoder.encode(replace(raw, data=raw.data | {"answers": answers}), SPEC)
+    alone = []
+    for answer in answers:
+        one = video_sample(minute)
+        one.data["conversations"][1]["value"] = answer
+        alone.append(encoder.encode(one, SPEC))
+    assert_branches_are_the_answers(tree, alone)
+    assert tree.record.num_tiles > 1 and len(tree.input_ids) < sum(len(each.input_ids) for each in alone)
+    np.testing.assert_array_equal(encoder.decode(tree), encoder.decode(alone[0]))
 
 
 # --- from the meta file to the batch

@@ -91,3 +91,19 @@ def expected(tokenizer, *runs: str | list[str]) -> tuple[list[int], list[int]]:
         ids += found
         labels += found if isinstance(run, list) else [-100] * len(found)
     return ids, labels
+
+
+def assert_branches_are_the_answers(tree, alone):
+    """Every branch with the prefix before it has the ids and labels that its answer has alone."""
+    prefix = tree.record.num_prefix_tokens
+    at = prefix
+    assert len(tree.branches) == len(alone)
+    for branch, one in zip(tree.branches, alone, strict=True):
+        part = slice(at, at + branch.num_tokens)
+        for mine, theirs in ((tree.input_ids, one.input_ids), (tree.labels, one.labels)):
+            np.testing.assert_array_equal(np.concatenate([mine[:prefix], mine[part]]), theirs)
+        assert tree.labels[at] == -100 and branch.num_loss_tokens == one.record.num_loss_tokens
+        at += branch.num_tokens
+    assert at == tree.record.num_tokens == len(tree.input_ids)
+    assert sum(span.num_tokens for span in tree.record.spans) == at
+    assert tree.images == alone[0].images and tree.record.num_tiles == alone[0].record.num_tiles
