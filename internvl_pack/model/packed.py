@@ -338,6 +338,15 @@ class PackedModel(nn.Module):
                 f"lower --max_seq_length to {limit}, or set a static rope_type in the model's config"
             )
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether rows with prefix trees go through it as it is set up."""
+        try:
+            self._check_trees(None)
+        except UserError:
+            return False
+        return True
+
     def _check_trees(self, cu_seqlens_padded: Tensor | None) -> None:
         """Refuse what prefix trees do not go with.
 

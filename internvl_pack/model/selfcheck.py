@@ -2,13 +2,15 @@
 
 Every token and pixel of one segment is replaced; the other's hidden states and logits must not move,
 in both directions. If one moves, the first module in the order of the forward pass where it does is
-named. Takes three forward passes of a few dozen tokens.
+named. Then the same of a prefix tree, if the model takes them: a changed branch may move neither the other branch nor
+the prefix, and a changed prefix must move both. Takes seven forward passes of a few dozen tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,21 +57,99 @@ def check_isolation(model: nn.Module, device: torch.device | str | None = None) 
 
 def _check(core: PackedModel, call: Callable[..., Any], device: torch.device | str) -> None:
     segments = [_segment(core, seed) for seed in (0, 1)]
-    reference = _run(core, call, segments, device)
-    tolerance = TOLERANCE_ULP * _rounding(core, reference)
+    row = _Row(core, call, segments, device)
     for changed, watched in ((0, 1), (1, 0)):
-        variant = list(segments)
-        variant[changed] = _changed(core, segments[changed])
-        outputs = _run(core, call, variant, device)
-        for name, values in outputs.items():
-            before, after = (_part(v, name, watched) for v in (reference[name], values))
-            scale = before.abs().max().item()
-            moved = (after - before).abs().max().item()
-            if not moved <= tolerance * scale:
-                where = "after" if watched < changed else "before"
-                raise IsolationError(
-                    name, f"a segment's values move by {moved:.2g} of {scale:.2g} when the one {where} it changes"
-                )
+        where = "after" if watched < changed else "before"
+        row.check(changed, {watched: "a segment"}, f"the one {where} it")
+    if not core.takes_trees:
+        return
+    prefix, *branches = segments[0], *({"ids": _segment(core, seed)["ids"][:TOKENS_OF_TEXT]} for seed in (2, 3))
+    row = _Row(core, call, [prefix, *branches], device, prefix_of=[-1, 0, 0])
+    row.check(1, {0: "a tree's prefix", 2: "a branch"}, "the branch before it")
+    row.check(2, {0: "a tree's prefix", 1: "a branch"}, "the branch after it")
+    row.check_seen(0, (1, 2))
+
+
+class _Row:
+    """Segments in a row, what they give, and what that becomes when one of them changes."""
+
+    def __init__(
+        self,
+        core: PackedModel,
+        call: Callable[..., Any],
+        segments: Sequence[dict[str, Tensor]],
+        device: torch.device | str,
+        prefix_of: Sequence[int] | None = None,
+    ) -> None:
+        self._core, self._call, self._segments, self._device = core, call, segments, device
+        self._prefix_of = prefix_of
+        self._bounds = [0, *accumulate(len(s["ids"]) for s in segments)]
+        self._reference = self._run(segments)
+
+    def check(self, changed: int, watched: Mapping[int, str], what: str) -> None:
+        """Check that a changed segment leaves the watched ones as they are; `what` says where it is to each of these.
+
+        Raises:
+            IsolationError: it does not.
+        """
+        tolerance = TOLERANCE_ULP * _rounding(self._core, self._reference)
+        for name, values in self._with(changed).items():
+            for segment, said in watched.items():
+                if name in VISION and "tile" not in self._segments[segment]:
+                    continue
+                before, after = (self._part(v, name, segment) for v in (self._reference[name], values))
+                scale = before.abs().max().item()
+                moved = (after - before).abs().max().item()
+                if not moved <= tolerance * scale:
+                    detail = f"{said}'s values move by {moved:.2g} of {scale:.2g} when {what} changes"
+                    raise IsolationError(name, detail)
+
+    def check_seen(self, changed: int, watched: Sequence[int]) -> None:
+        """Check that every token of the watched segments sees the changed one.
+
+        Raises:
+            UserError: it does not.
+        """
+        name = "the output head"
+        values = self._with(changed)[name]
+        for segment in watched:
+            before, after = (self._part(v, name, segment) for v in (self._reference[name], values))
+            if not (after != before).any(-1).all():
+                raise UserError("prefix trees: a branch does not see its prefix in this model")
+
+    def _with(self, changed: int) -> dict[str, Tensor]:
+        variant = list(self._segments)
+        variant[changed] = _changed(self._core, variant[changed])
+        return self._run(variant)
+
+    def _part(self, values: Tensor, name: str, segment: int) -> Tensor:
+        """What belongs to a segment: its tile's values, or its tokens'."""
+        if name in VISION:
+            return values[sum("tile" in s for s in self._segments[:segment])]
+        return values[0, self._bounds[segment] : self._bounds[segment + 1]]
+
+    def _run(self, segments: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The row's logits and what each component gave, in order."""
+        core, device = self._core, self._device
+        lengths = [len(s["ids"]) for s in segments]
+        begun = [0 if at < 0 else lengths[at] for at in self._prefix_of or [-1] * len(segments)]
+        positions = torch.cat([torch.arange(first, first + n) for first, n in zip(begun, lengths, strict=True)])[None]
+        native = core.tower is not None and core.tower.grid_positions  # a picture of one token has a text's positions
+        tiles = [s["tile"] for s in segments if "tile" in s]
+        batch = {
+            "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),
+            "position_ids": (positions.expand(3, 1, -1) if native else positions).to(device),
+            "cu_seqlens": torch.tensor(self._bounds, dtype=torch.int32),
+            "max_seqlen": max(lengths),
+            "pixel_values": torch.cat(tiles).to(device) if core.has_vision else None,
+            "image_grids": [(1, 1)] * len(tiles) if native else [],
+        }
+        if self._prefix_of is not None:
+            batch["prefix_of"] = torch.tensor(self._prefix_of, dtype=torch.int32)
+        with _recording(core) as seen:
+            logits = self._call(**batch)["logits"]
+        seen = {name: _of_row(core, name, values, batch) for name, values in seen.items()}
+        return seen | {"the output head": logits}
 
 
 def _rounding(core: PackedModel, outputs: dict[str, Tensor]) -> float:
@@ -111,27 +191,6 @@ def _changed(core: PackedModel, segment: dict[str, Tensor]) -> dict[str, Tensor]
     return {"ids": torch.where(segment["ids"] == image_id, image_id, other), "tile": 255 - segment["tile"]}
 
 
-def _run(
-    core: PackedModel, call: Callable[..., Any], segments: Sequence[dict[str, Tensor]], device: torch.device | str
-) -> dict[str, Tensor]:
-    """The row's logits and what each component gave, in order."""
-    lengths = [len(s["ids"]) for s in segments]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    native = core.tower is not None and core.tower.grid_positions  # a picture of one token has a text's positions
-    batch = {
-        "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),
-        "position_ids": (positions.expand(3, 1, -1) if native else positions).to(device),
-        "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
-        "max_seqlen": max(lengths),
-        "pixel_values": torch.cat([s["tile"] for s in segments]).to(device) if core.has_vision else None,
-        "image_grids": [(1, 1)] * len(segments) if native else [],
-    }
-    with _recording(core) as seen:
-        logits = call(**batch)["logits"]
-    seen = {name: _of_row(core, name, values, batch) for name, values in seen.items()}
-    return seen | {"the output head": logits}
-
-
 def _of_row(core: PackedModel, name: str, values: Tensor, batch: dict[str, Any]) -> Tensor:
     """A component's values for the whole row: each rank of a sequence group has recorded those of its share."""
     group = core.sequence_group
@@ -166,13 +225,6 @@ def _tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     return output["last_hidden_state"] if isinstance(output, dict) else output[0]
-
-
-def _part(values: Tensor, name: str, segment: int) -> Tensor:
-    """What belongs to one of the two equally long segments: its tile's or its tokens' values."""
-    if name in VISION:
-        return values[segment]
-    return values[0].chunk(2)[segment]
 
 
 def _packed_model(model: nn.Module) -> PackedModel:

@@ -8,6 +8,7 @@ from helpers.model_samples import mixed_segments, packed_batch, text_segments, t
 from torch import nn
 
 from internvl_pack.errors import UserError
+from internvl_pack.model.attention import tree_links
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.selfcheck import IsolationError, check_isolation
 from internvl_pack.testing.tiny import LANGUAGE_MODELS
@@ -73,6 +74,37 @@ def test_attention_that_ignores_the_boundaries_is_named(tokenizer):
         check_isolation(packed)
     assert isinstance(caught.value, UserError)
     hook.remove()
+
+
+def test_a_branch_that_sees_its_sibling_is_named(tokenizer, monkeypatch):
+    """The links of a row say that the first branch's tokens are part of the prefix: the next one sees them."""
+    packed = tiny_packed(tokenizer)
+
+    def leaking(cu_seqlens, prefix_of, device):
+        links = tree_links(cu_seqlens, prefix_of, device)
+        first = torch.arange(int(cu_seqlens[1]), int(cu_seqlens[2]))
+        places = torch.cat([links.prefix_places, first])
+        count = torch.tensor([0, len(places)], dtype=torch.int32)
+        return links._replace(prefix_places=places, cu_prefixes=count, max_prefix=len(places))
+
+    monkeypatch.setattr("internvl_pack.model.packed.make_tree_links", leaking)
+    with pytest.raises(
+        IsolationError, match=r"attention of decoder layer 0 .* leaks, a branch's values move"
+    ) as caught:
+        check_isolation(packed)
+    assert "when the branch before it changes" in str(caught.value)
+
+
+def test_a_branch_that_does_not_see_its_prefix_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("internvl_pack.model.packed.make_tree_links", lambda *_: None)
+    with pytest.raises(UserError, match="a branch does not see its prefix"):
+        check_isolation(tiny_packed(tokenizer))
+
+
+def test_a_model_that_takes_no_trees_is_checked_without(tokenizer):
+    packed = tiny_packed(tokenizer, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert not packed.takes_trees and tiny_packed(tokenizer).takes_trees
+    check_isolation(packed)
 
 
 class MixesTheBatch(nn.Module):
