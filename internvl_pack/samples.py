@@ -72,7 +72,9 @@ class Samples:
             UserError: the objective is of pairs, which are trees already.
         """
         if self.encoder.config.objective != "sft":
-            raise UserError(f"share_prefix with objective {self.encoder.config.objective!r}: pairs are trees already")
+            raise UserError(
+                f"share_prefix with objective {self.encoder.config.objective!r}: pairs are trees already, leave it out"
+            )
         sources = (
             source if isinstance(source, JoinedSource) else JoinedSource(source, spec, self.encoder, room, folder)
             for source, spec in zip(self.sources, self.specs, strict=True)

@@ -28,6 +28,7 @@ MIN_TEXT = 300
 MAX_SEGMENTS = 4000
 MAX_EVENTS = 200
 OPEN_SEGMENTS = 12  # of the first row
+ANSWERS = ("chosen", "rejected")  # as a pair has them
 _JPEG_QUALITY = 68
 _BORDER_COLUMNS = [
     *("#", "sample", "part", "tokens from", "to", "length", "positions", "tiles from", "to"),
@@ -60,6 +61,7 @@ class SegmentView:
     sample_id: of a tree's prefix that of its first branch.
     prefix: of a branch, the place of its prefix in the row, from 0.
     branches: of a prefix, how many follow it.
+    answer: of a pair's branch, "chosen" or "rejected".
     """
 
     sample_id: str
@@ -76,6 +78,7 @@ class SegmentView:
     pieces: tuple[Piece, ...] | None
     prefix: int | None = None
     branches: int = 0
+    answer: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +108,7 @@ class SegmentView:
             return (
                 f"prefix of {place + 2} to {place + 1 + self.branches}" if self.branches > 1 else "prefix of the next"
             )
-        return "" if self.prefix is None else f"branch of {self.prefix + 1}"
+        return "" if self.prefix is None else f"{self.answer or 'branch'} of {self.prefix + 1}"
 
     def colour(self, place: int) -> str:
         """The classes of its colour, by its place in the row; a tree has one colour, its branches are paler."""
@@ -244,6 +247,7 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
     grids = dict(zip((first for first, _ in images), batch.get("image_grids", ()), strict=False))
     detailed = decoder.room.segments >= len(lengths)
     decoder.room.segments -= len(lengths)
+    answers = {at: name for pair in batch.get("pairs", ()) for at, name in zip(pair.tolist(), ANSWERS, strict=True)}
     prefix_of = batch["prefix_of"].tolist() if "prefix_of" in batch else [-1] * len(lengths)
     for i, (sample_id, fragment) in enumerate(zip(batch["sample_ids"], batch["fragments"], strict=True)):
         row = slice(places[i], places[i] + lengths[i])
@@ -270,6 +274,7 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
             pieces=pieces,
             prefix=prefix_of[i] if prefix_of[i] >= 0 else None,
             branches=prefix_of.count(i),
+            answer=answers.get(i, ""),
         )
 
 

@@ -185,6 +185,35 @@ def test_the_commands_show_trees(tokenizer, tokenizer_dir, groups, tmp_path, cap
     assert roles[roles.index(prefix) + 1 :][: last - first + 1] == [f"branch of {first - 1}"] * (last - first + 1)
 
 
+def test_the_commands_show_pairs_and_name_their_faults(tokenizer_dir, pairs, tmp_path, capsys):
+    of_pairs = [str(pairs), "--tokenizer", tokenizer_dir, "--objective", "mpo"]
+    assert cli.main(["validate", *of_pairs]) == 0
+    page = tmp_path / "p.html"
+    assert cli.main(["preview", *of_pairs, "--packs", "1000", "--out", str(page), *OF_RUN]) == 0
+    roles = re.findall(r'<span class="part">((?:prefix|branch|chosen|rejected) of [^<]*)</span>', page.read_text())
+    assert [role.split()[0] for role in roles] == ["prefix", "chosen", "rejected"] * COUNT
+    assert cli.main(["validate", str(pairs), "--tokenizer", tokenizer_dir]) == 1
+    assert re.search(rf"preference_data +{COUNT} ", capsys.readouterr().out)
+
+    def spoilt(number, row, prompt, last):
+        row |= {"conversations": prompt, "chosen": last, "rejected": {"from": "gpt", "value": "No."}}
+        if number == 3:
+            row["rejected"] = {"from": "gpt", "value": "  "}
+        elif number == 5:
+            row["question"] = "Twice?"
+        elif number == 8:
+            del row["rejected"]
+
+    bad = rewritten(tmp_path, spoilt)
+    assert cli.main(["validate", str(bad), "--tokenizer", tokenizer_dir, "--objective", "dpo", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["bad_samples"]
+    assert [(sample["index"], sample["reason"]) for sample in found] == [
+        (3, "no_trained_token"),
+        (5, "answers"),
+        (8, "no_preference_data"),
+    ]
+
+
 def test_presets_and_states_have_columns_of_trees_where_there_are_trees(tokenizer, groups, tmp_path):
     plain = write_jsonl(tmp_path / "plain", COUNT)
     for meta, is_tree in ((groups, True), (plain, False)):
