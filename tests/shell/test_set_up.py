@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("script", ["shell/quickstart.sh", "shell/test.sh", "shell/lib.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["shell/quickstart.sh", "shell/quickstart_mpo.sh", "shell/test.sh", "shell/lib.sh", ".ci/run"]
+)
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
