@@ -29,7 +29,22 @@ if find_spec("torchao"):  # transformers imports it, and it tells of each of its
         logging.getLogger(_name).setLevel(logging.ERROR)
 
 import torch
-from transformers import TrainerCallback, set_seed
+
+try:
+    import transformers
+    from transformers import TrainerCallback, set_seed
+
+    _ = transformers.PreTrainedModel  # loads torchvision, where it is installed
+except ModuleNotFoundError as error:  # what it makes of any trouble within its imports
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    print(
+        f"finetune: error: transformers cannot be imported: {' '.join(str(cause).split())}; where torchvision is "
+        "named, it was made for another torch: install both from the same index, or pip uninstall torchvision",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 from internvl_pack.checkpoints.encoding import default_tiles
 from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of

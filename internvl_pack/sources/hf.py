@@ -18,6 +18,7 @@ import io
 import json
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -390,6 +391,8 @@ def open_saved_dataset(
         raise UserError(
             f"dataset {name!r}: source 'datasets' needs that library: pip install 'internvl-pack[datasets]'"
         ) from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     if not is_table(path):
         raise UserError(f"dataset {name!r}: {path} {no_table(path)}")
     try:

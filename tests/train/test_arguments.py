@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,21 @@ def test_from_a_shell_a_mistake_exits_with_2_and_no_traceback():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == ["finetune: error: --meta_path /nowhere/meta.json: no such file"]
+
+
+def test_a_torchvision_of_another_torch_is_one_line(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
+    command = [sys.executable, str(ROOT / "train" / "finetune.py"), *MODEL]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("finetune: error: transformers cannot be imported: ")
+    assert "torchvision::nms does not exist" in line and "pip uninstall torchvision" in line
 
 
 def test_at_start_other_ranks_let_the_first_speak(monkeypatch, capsys):
