@@ -18,7 +18,7 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 VISION_TARGETS = ("q_proj", "k_proj", "v_proj", "projection_layer", "fc1", "fc2")
-LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 _PREFIX = "base_model.model."  # of names in a peft file

@@ -76,7 +76,7 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
 
 def bounds_of(content: dict[str, Any]) -> dict[str, Any]:
     """What a made file says of pictures' sizes: as they were in training, whatever a base's file says."""
-    return {name: content[name] for name in ("size", "min_pixels", "max_pixels") if name in content}
+    return {name: content[name] for name in ("size",) if name in content}
 
 
 def made_files(encode: EncodeConfig) -> dict[str, dict[str, Any]]:

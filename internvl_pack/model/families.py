@@ -14,9 +14,8 @@ from typing import Any
 from ..errors import UserError
 from .towers import TOWERS, find_tower
 
-KNOWN = frozenset(
-    {"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
-)
+KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
+KNOWN |= {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text"}
 
 # fmt: off
 STATEFUL = frozenset({

@@ -228,16 +228,20 @@ class VisionSide:
         full = len(vision["fullatt_block_indexes"]) if windows else depth
         window = (int(windows) // patch) ** 2 if windows else 0
         merged = width * merge**2
+        gates, after = _number(vision, "intermediate_size"), merged * merged + merged * hidden
+        if vision.get("model_type") == "glm4v_vision":  # whose intermediate_size is the projector's
+            after = merged * hidden + hidden * (hidden + 3 * gates)
+            gates, inner = hidden, 2 * hidden
         return cls(
             width=width,
             depth=depth,
-            layers=depth * (4 * width * width + width * (inner + _number(vision, "intermediate_size"))),
+            layers=depth * (4 * width * width + width * (inner + gates)),
             inner=inner,
             rows=merge**2,
             pixels=merge**2 * 3 * int(vision.get("temporal_patch_size", 2)) * patch * patch,
             seen=full * PICTURE_PATCHES + (depth - full) * window,
             tokens=1,
-            projector=(merged * merged + merged * hidden) * (1 + len(vision.get("deepstack_visual_indexes") or ())),
+            projector=after * (1 + len(vision.get("deepstack_visual_indexes") or ())),
             positions=int(vision.get("num_position_embeddings") or 0),
         )
 

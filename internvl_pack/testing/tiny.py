@@ -31,11 +31,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-NATIVE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+# Before and after a picture, its tokens, those of a video.
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GLM_TOKENS = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
 # Contents are a string, or a list of parts, of which images are written as processors want them.
 NATIVE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -58,7 +60,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048, family: str = "
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    images = IMAGE_TOKENS if family == "internvl" else NATIVE_TOKENS
+    images = IMAGE_TOKENS if family == "internvl" else _native_tokens(family)
     special = [AddedToken(t, special=True, normalized=False) for t in CHAT_TOKENS + images + OTHER_TOKENS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special),
@@ -74,8 +76,15 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048, family: str = "
         clean_up_tokenization_spaces=False,
         padding_side="right",
     )
-    fast.chat_template = CHAT_TEMPLATE if family == "internvl" else NATIVE_CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE
+    if family != "internvl":
+        start, end, image, _ = images
+        fast.chat_template = NATIVE_CHAT_TEMPLATE.replace("IMAGE", start + image + end)
     return fast
+
+
+def _native_tokens(family: str) -> tuple[str, ...]:
+    return GLM_TOKENS if family == "glm4v" else QWEN_TOKENS
 
 
 def conversation_texts(jsonl: Path | str) -> list[str]:
@@ -104,7 +113,7 @@ def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
 
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
 LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
-FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 
 
 def tiny_text_config(
@@ -188,7 +197,7 @@ def tiny_internvl(
 def tiny_native_config(
     tokenizer: PreTrainedTokenizerBase, family: str, *, hidden_size: int = 64, num_layers: int = 2
 ) -> PreTrainedConfig:
-    """Config of a tiny Qwen2.5-VL or Qwen3-VL: tokens of 28 or 32 pixels a side, 2 vision and 2 decoder layers."""
+    """Config of a tiny model of native resolution: tokens of 28 or 32 pixels a side, 2 vision and 2 decoder layers."""
     from transformers import AutoConfig
 
     text: dict[str, Any] = {
@@ -219,22 +228,25 @@ def tiny_native_config(
     }
     if family == "qwen2_5_vl":
         vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]}
+    elif family == "glm4v":
+        vision |= {"patch_size": 14, "image_size": 112}
+        rope["partial_rotary_factor"] = 1.0
     else:
         vision |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         rope["mrope_interleaved"] = True
         text["head_dim"] = hidden_size // 4
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    ids = tokenizer.get_added_vocab()
+    start, end, image, video = (tokenizer.get_added_vocab()[token] for token in _native_tokens(family))
+    kind = "image" if family == "glm4v" else "vision"
     return AutoConfig.for_model(
         family,
         text_config=text | {"rope_parameters": rope},
         vision_config=vision,
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
+        image_token_id=image,
+        video_token_id=video,
         tie_word_embeddings=False,
+        **{f"{kind}_start_token_id": start, f"{kind}_end_token_id": end},
     )
 
 

@@ -84,7 +84,7 @@ def test_only_linear_layers_of_attention_and_mlp_have_lora_and_the_rest_of_their
     packed = build(made / "native", tokenizer, **BOTH)
     layers = lora.lora_layers(packed.model)
     kinds = {path.rpartition(".")[2] for path in layers}
-    assert kinds == {*lora.VISION_TARGETS, *lora.LANGUAGE_TARGETS}
+    assert kinds == {*lora.VISION_TARGETS, *lora.LANGUAGE_TARGETS} - {"gate_up_proj"}  # of GLM-4V
     assert len(layers) == 3 * 6 + 2 * 7
     ranks = {(path.split(".")[1], layer.r["default"], layer.scaling["default"]) for path, layer in layers.items()}
     assert ranks == {("vision_tower", 2, 2.0), ("language_model", 4, 2.0)}

@@ -17,7 +17,8 @@ from internvl_pack.model.packed import PackedModel
 from internvl_pack.testing.tiny import WORDS, tiny_native, tiny_tokenizer
 
 IGNORE = -100
-STATISTICS = {"qwen2_5_vl": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])}
+CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+STATISTICS = {"qwen2_5_vl": CLIP, "glm4v": CLIP}
 HALVES = ([0.5] * 3, [0.5] * 3)
 
 # ("text" | "answer", tokens) and ("image", (rows, columns) of tokens)
@@ -31,17 +32,28 @@ PLANS = {
 }
 
 
-def native_tokenizer():
-    return tiny_tokenizer([" ".join(WORDS)] * 3, 400, "qwen3_vl")
+def native_tokenizer(family="qwen3_vl"):
+    return tiny_tokenizer([" ".join(WORDS)] * 3, 400, family)
+
+
+def tokens_of(tokenizer) -> list[int]:
+    """Of a picture: before, in and after it."""
+    glm = "<|image|>" in tokenizer.get_vocab()
+    names = (
+        ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>"]
+        if glm
+        else ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    )
+    return tokenizer.convert_tokens_to_ids(names)
 
 
 def side_of(family: str) -> int:
-    return 28 if family == "qwen2_5_vl" else 32
+    return 28 if family in STATISTICS else 32
 
 
 def segment(tokenizer, family, plan, seed=0, name=None) -> Segment:
     rng = np.random.default_rng(seed)
-    start, image, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    start, image, end = tokens_of(tokenizer)
     ids, labels, grids = [], [], []
     for kind, what in plan:
         if kind == "image":
@@ -72,7 +84,7 @@ def segments_of(tokenizer, family, plans=PLANS) -> list[Segment]:
 
 def collated(tokenizer, family, segments, collate=packed_collate_fn, **options):
     rows = [PackRow([s]) for s in segments] if collate is padded_collate_fn else [PackRow(list(segments))]
-    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    image = tokens_of(tokenizer)[1]
     return collate(rows, image_size=side_of(family), image_token_id=image, grid_positions=True, **options)
 
 

@@ -17,7 +17,7 @@ from internvl_pack.testing.tiny import save_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
-STATISTICS = {"qwen2_5_vl": CLIP, "qwen3_vl": HALVES}
+STATISTICS = {"qwen2_5_vl": CLIP, "qwen3_vl": HALVES, "glm4v": CLIP}
 PACKED = ("--use_packed_ds", "True")
 MAX_PIXELS = 9216
 
@@ -26,7 +26,7 @@ MAX_PIXELS = 9216
 def made(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     write_jsonl(folder, 60)
-    save_tiny_checkpoint(folder / "model", native_tokenizer(), family=request.param)
+    save_tiny_checkpoint(folder / "model", native_tokenizer(request.param), family=request.param)
     return folder
 
 
@@ -78,7 +78,8 @@ def test_what_is_saved_loads_and_prepares_pictures_as_they_were_trained(made, al
     family = made.name.rstrip("0123456789")
     assert AutoModelForImageTextToText.from_pretrained(out).config.model_type == family
     content = json.loads((out / "preprocessor_config.json").read_text())
-    assert content["size"] == {"shortest_edge": 1024, "longest_edge": MAX_PIXELS}
+    frames = 2 if family == "glm4v" else 1
+    assert content["size"] == {"shortest_edge": frames * 1024, "longest_edge": frames * MAX_PIXELS}
     assert (content["image_mean"], content["image_std"]) == tuple(map(list, STATISTICS[family]))
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: a picture keeps its shape, and its size within bounds of pixels.
+"""Qwen2.5-VL, Qwen3-VL and GLM-4V: a picture keeps its shape, and its size within bounds of pixels.
 
 Its sides become multiples of `image_size`, the square of pixels that a token stands for (patches of 14 or 16, merged
 two by two). Such a square is a tile here: the grid of tiles is that of the tokens, in reading order, and budgets of
@@ -7,8 +7,8 @@ tiles count image tokens.
 Positions are of three axes, time, height and width (M-RoPE). The tokens of a picture share the first, and count rows
 and columns in the others, all from the position after the text before it; what follows goes on after its longer side.
 
-Source of both rules: `smart_resize` (image_processing_qwen2_vl.py) and `get_rope_index` (modeling_qwen3_vl.py) of
-transformers 5.24.
+Source of both rules: `smart_resize` (image_processing_qwen2_vl.py, image_processing_glm4v.py) and `get_rope_index`
+(modeling_qwen3_vl.py) of transformers 5.24.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def fitted_grid(width: int, height: int, side: int, min_pixels: int, max_pixels:
 class NativePictures(Bordered):
     """See PictureFamily. `MIN_PIXELS` and `MAX_PIXELS` are what the options are by default."""
 
-    IMAGE_TOKEN = "<|image_pad|>"
+    TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # before, of, and after a picture
     CONV_STYLE = "chat_template"  # by default
     MIN_PIXELS: int
     MAX_PIXELS: int
     STATISTICS: tuple[Colours, Colours]  # mean and standard deviation
+    COUNTED = 1  # times that a picture's pixels count in the processor's bounds
+    IMAGE_PROCESSOR = "Qwen2VLImageProcessor"
     PROCESSOR: str
     VIDEO_PROCESSOR: str
 
@@ -80,7 +82,7 @@ class NativePictures(Bordered):
     takes_videos = False
 
     def __init__(self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer, "<|vision_start|>", self.IMAGE_TOKEN, "<|vision_end|>")
+        super().__init__(config, tokenizer, *self.TOKENS)
         if config.tokens_per_tile != 1:
             raise UserError(
                 f"family {config.family!r} has tiles of one token: make its EncodeConfig by "
@@ -129,16 +131,14 @@ class NativePictures(Bordered):
         high = cls.MAX_PIXELS if config.max_pixels is None else config.max_pixels
         mean, std = cls.STATISTICS
         image = {
-            "image_processor_type": "Qwen2VLImageProcessor",
+            "image_processor_type": cls.IMAGE_PROCESSOR,
             "processor_class": cls.PROCESSOR,
             "patch_size": config.image_size // MERGE,
             "merge_size": MERGE,
             "temporal_patch_size": 2,
             "image_mean": list(mean),
             "image_std": list(std),
-            "size": {"shortest_edge": low, "longest_edge": high},
-            "min_pixels": low,
-            "max_pixels": high,
+            "size": {"shortest_edge": cls.COUNTED * low, "longest_edge": cls.COUNTED * high},
         }
         video = {name: image[name] for name in ("patch_size", "merge_size", "temporal_patch_size", "image_mean")}
         video |= {"image_std": image["image_std"], "video_processor_type": cls.VIDEO_PROCESSOR}
@@ -171,6 +171,26 @@ class Qwen3Pictures(NativePictures):
     MAX_PIXELS = 1280 * 32 * 32
     STATISTICS = HALVES
     PROCESSOR, VIDEO_PROCESSOR = "Qwen3VLProcessor", "Qwen3VLVideoProcessor"
+
+
+@register_family("glm4v")
+class Glm4vPictures(NativePictures):
+    """Tokens of 28 x 28 pixels; 8 to 1,280 of them. Its processor counts a picture as two frames of a video."""
+
+    TOKENS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
+    MIN_PIXELS = 112 * 112 // 2
+    MAX_PIXELS = 1280 * 28 * 28
+    STATISTICS = CLIP
+    COUNTED = 2
+    IMAGE_PROCESSOR = "Glm4vImageProcessor"
+    PROCESSOR, VIDEO_PROCESSOR = "Glm4vProcessor", "Glm4vVideoProcessor"
+
+    def plan(self, size: tuple[int, int], num_images: int, max_dynamic_patch: int) -> TileGrid:
+        side = self._rule[0]
+        if min(size) < side:  # grown first, so that the ratio of sides is that of whole pixels
+            scale = max(side / size[1], side / size[0])
+            size = int(size[0] * scale), int(size[1] * scale)
+        return super().plan(size, num_images, max_dynamic_patch)
 
 
 def grid_positions(

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: pictures of any size in one row of patches, each seeing its own picture (or window).
+"""Qwen2.5-VL, Qwen3-VL and GLM-4V: pictures of any size in one row of patches, each seeing its own picture (or window).
 
 The tower is transformers' own. What it would ask the device for, layer by layer, is made on the host from the grids:
 boundaries, positions, windows, places in the table of positions. Its attention is one call a layer: transformers gives
@@ -35,6 +35,7 @@ class NativeTower:
     LORA_TARGETS: tuple[str, ...]
 
     image_token = "<|image_pad|>"
+    projector = ("merger", "deepstack_merger_list")  # modules after the tower's own
     tokens_per_tile = 1
     grid_positions = True
 
@@ -58,7 +59,7 @@ class NativeTower:
     @property
     def modules(self) -> list[nn.Module]:
         visual = self._visual
-        projector = {name: part for name, part in visual.named_children() if "merger" in name}
+        projector = {name: part for name, part in visual.named_children() if name in self.projector}
         tower = {name: part for name, part in visual.named_children() if name not in projector}
         return [nn.ModuleDict(tower), nn.ModuleDict(projector)]
 
@@ -145,6 +146,16 @@ class _AddDeepFeatures:
         positions, features = given
         flat = hidden.reshape(-1, hidden.shape[-1])
         return flat.index_add(0, positions, features[self._number].to(hidden.dtype)).view_as(hidden)
+
+
+@register_tower("glm4v")
+class Glm4vTower(NativeTower):
+    """Positions by a table that is resampled on the device."""
+
+    STATISTICS = CLIP
+    LORA_TARGETS = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
+    image_token = "<|image|>"
+    projector = ("downsample", "merger")
 
 
 @register_tower("qwen2_5_vl")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from helpers.native_samples import HALVES, STATISTICS, native_tokenizer, side_of
 from PIL import Image
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from internvl_pack.checkpoints.encoding import encode_config
@@ -20,7 +22,7 @@ from internvl_pack.errors import SampleError, UserError
 from internvl_pack.samples import Samples
 from internvl_pack.sources import DatasetSpec, FolderResolver
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
 
 
 def checkpoint(family):
@@ -32,8 +34,15 @@ def tokenizer():
     return native_tokenizer()
 
 
-def pictures(tokenizer, family, **options) -> NativePictures:
-    return make_family(encode_config(options, checkpoint(family)), tokenizer)
+def pictures(family, **options) -> NativePictures:
+    return make_family(encode_config(options, checkpoint(family)), native_tokenizer(family))
+
+
+def resized(family, height, width, low, high):
+    """As transformers does it; GLM's counts a picture as two frames."""
+    if family == "glm4v":
+        return glm_resize(2, height, width, 2, 28, 2 * low, 2 * high)
+    return smart_resize(height, width, side_of(family), low, high)
 
 
 def sizes():
@@ -45,13 +54,13 @@ def sizes():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"min_pixels": 50_000, "max_pixels": 200_000}])
-def test_grids_are_those_of_transformers_on_200_sizes(tokenizer, family, options):
-    found, side = pictures(tokenizer, family, **options), side_of(family)
+def test_grids_are_those_of_transformers_on_200_sizes(family, options):
+    found, side = pictures(family, **options), side_of(family)
     low, high = options.get("min_pixels", found.MIN_PIXELS), options.get("max_pixels", found.MAX_PIXELS)
     refused = 0
     for width, height in sizes():
         try:
-            expected = smart_resize(height, width, side, low, high)
+            expected = resized(family, height, width, low, high)
         except ValueError:
             refused += 1
             with pytest.raises(SampleError, match="image_shape"):
@@ -63,7 +72,7 @@ def test_grids_are_those_of_transformers_on_200_sizes(tokenizer, family, options
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiles_are_the_patches_of_the_processor(tokenizer, family, tmp_path):
+def test_tiles_are_the_patches_of_the_processor(family, tmp_path):
     """Within 4 levels of 255: its resize is Pillow's."""
     rng = np.random.default_rng(0)
     picture = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize(
@@ -72,14 +81,15 @@ def test_tiles_are_the_patches_of_the_processor(tokenizer, family, tmp_path):
     picture.save(tmp_path / "a.png")
     config = encode_config({"max_pixels": 40_000, "min_pixels": 20_000}, checkpoint(family))
     mean, std = STATISTICS.get(family, HALVES)
-    processor = Qwen2VLImageProcessorPil(
+    frames = 2 if family == "glm4v" else 1
+    processor = (Glm4vImageProcessorPil if family == "glm4v" else Qwen2VLImageProcessorPil)(
         patch_size=side_of(family) // 2,
         image_mean=mean,
         image_std=std,
-        size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+        size={"shortest_edge": frames * config.min_pixels, "longest_edge": frames * config.max_pixels},
     )
     made = processor([picture], return_tensors="np")
-    grid = make_family(config, tokenizer).plan(picture.size, 1, 12)
+    grid = make_family(config, native_tokenizer(family)).plan(picture.size, 1, 12)
     ref = FolderResolver(tmp_path)("a.png")
     tiles = decode_tiles(ref, grid, config.image_size)
     assert made["image_grid_thw"].tolist() == [[1, 2 * grid.rows, 2 * grid.columns]]
@@ -93,7 +103,7 @@ def test_tiles_are_the_patches_of_the_processor(tokenizer, family, tmp_path):
 
 
 def test_the_block_has_a_token_for_each_tile(tokenizer):
-    family = pictures(tokenizer, "qwen3_vl")
+    family = pictures("qwen3_vl")
     start, image, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
     assert family.block(TileGrid(3, 2)).tolist() == [start, *[image] * 6, end]
 

@@ -11,24 +11,29 @@ from helpers.model_samples import assert_same_gradients, gradients
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
 from internvl_pack.model.selfcheck import check_isolation
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return native.native_tokenizer()
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request, tokenizer):
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(family):
+    return native.native_tokenizer(family)
+
+
+@pytest.fixture(scope="module")
+def case(family, tokenizer):
     """A model, samples with and without images, and of all of them the loss and gradients one by one."""
-    packed = native.tiny_packed(tokenizer, request.param)
-    segments = native.segments_of(tokenizer, request.param)
+    packed = native.tiny_packed(tokenizer, family)
+    segments = native.segments_of(tokenizer, family)
     plain = native.plain_twin(packed)
-    loss = native.reference_loss(plain, request.param, segments)
+    loss = native.reference_loss(plain, family, segments)
     loss.backward()
-    return packed, request.param, segments, loss.item(), gradients(plain)
+    return packed, family, segments, loss.item(), gradients(plain)
 
 
 def losses(packed, batch):
