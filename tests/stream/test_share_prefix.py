@@ -10,7 +10,7 @@ from helpers.factory import TINY
 from helpers.model_samples import LOSS_TOLERANCE, assert_same_gradients, gradients, tiny_packed
 from helpers.rows_alike import BAD, JOINED, ROWS, as_table, write
 
-from internvl_pack import PackedDataset, PackingConfig, build_loader
+from internvl_pack import PackedDataset, PackingConfig, build_loader, cli
 from internvl_pack.batch.collate import PREFIX_ID
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.errors import UserError
@@ -117,3 +117,21 @@ def test_a_preset_decides_whether_prefixes_are_shared(data, tmp_path):
         for each in (preset, plain)
     ]
     assert trees == [sum(len(rows) > 1 for rows in JOINED) + 2, 2]  # two records are trees by themselves
+
+
+def test_the_commands_take_it(tokenizer, tmp_path, capsys):
+    meta, folder = write(tmp_path / "data", "jsonl"), tmp_path / "tokenizer"
+    tokenizer.save_pretrained(folder)
+    run = [str(meta), "--tokenizer", str(folder), "--force_image_size", "56", "--max_packed_tokens", "250"]
+    run += ["--num_images_expected", "16", "--share_prefix", "True"]
+    trees = sum(len(rows) > 1 for rows in JOINED) + 2  # two records are trees by themselves
+    branches = sum(len(rows) for rows in JOINED if len(rows) > 1) + 4
+    for command, shown in (
+        (["stats"], f"{trees} prefix trees with {branches} branches save "),
+        (["simulate", "--ranks", "1"], f"with {branches} branches; sharing saves "),
+        (["plan", "--out", str(tmp_path / "plan")], "packs of 250 tokens and 16 tiles"),
+    ):
+        assert cli.main([command[0], *run, *command[1:]]) == 0
+        assert shown in capsys.readouterr().out
+    assert cli.main(["plan", *run, "--out", str(tmp_path / "other"), "--materialise"]) == 2
+    assert "--materialise with --share_prefix True" in capsys.readouterr().err
