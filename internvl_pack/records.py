@@ -68,6 +68,11 @@ class Record:
     is_pair: bool = False
 
     @property
+    def is_joined(self) -> bool:
+        """Whether it is a tree of rows that are samples of their own."""
+        return any(branch.sample_id for branch in self.branches)
+
+    @property
     def num_prefix_tokens(self) -> int:
         """Of a tree, tokens before its branches."""
         return self.num_tokens - sum(branch.num_tokens for branch in self.branches)

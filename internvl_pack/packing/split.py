@@ -53,7 +53,8 @@ def split(
             (`num_prefix_tokens`, counted in the budget). Not done for a sample whose system turn holds an
             image, takes over half of the budget, or leaves no room for one of its images.
 
-    A tree is cut between its branches, whatever `oversize` cuts, each part after the whole prefix; a pair never.
+    A tree is cut between its branches, whatever `oversize` cuts, each part after the whole prefix; a pair never. One of
+    joined rows is cut always, since each of these fits.
 
     Raises:
         SampleError: `sample_empty`, `oversized_dropped`, `oversized_error` (the caller turns this one
@@ -148,7 +149,7 @@ def _tree_fragments(
     elif record.num_tokens <= room:
         found = whole(position, record.num_tokens, record.num_tiles)
         return [found._replace(**_shared(prefix, lengths))]
-    elif oversize in ("split", "truncate") and not record.is_pair:
+    elif record.is_joined or (oversize in ("split", "truncate") and not record.is_pair):
         parts: list[list[int]] = [[]]
         for length in lengths:
             if prefix + sum(parts[-1]) + length > room:

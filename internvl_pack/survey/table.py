@@ -57,6 +57,7 @@ class Note(NamedTuple):
 
     branches: of a tree, (tokens, supervised tokens) of each; what else there is of them does not matter to a plan. It
         has no spans.
+    is_pair, is_joined: as a `Record` has them.
     """
 
     spans: tuple[Span, ...] = ()
@@ -65,12 +66,13 @@ class Note(NamedTuple):
     error: tuple[str, str, str | None] | None = None  # reason, detail, source
     branches: tuple[tuple[int, int], ...] = ()
     is_pair: bool = False
+    is_joined: bool = False
 
     def to_json(self) -> str:
         spans = [[s.num_tokens, s.num_tiles, int(s.ends_turn)] for s in self.spans]
         values: list[Any] = [spans, self.num_system_tokens, self.num_loss_tokens, self.error]
         if self.branches:
-            values += [self.branches, int(self.is_pair)]
+            values += [self.branches, 2 if self.is_joined else int(self.is_pair)]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -85,13 +87,14 @@ class Note(NamedTuple):
             reason, detail, source = error
             error = (str(reason), str(detail), None if source is None else str(source))
         spans = tuple(Span(int(t), int(v), bool(e)) for t, v, e in spans)
-        branches, is_pair = tree or ((), 0)
+        branches, kind = tree or ((), 0)
         found = tuple((int(n), int(trained)) for n, trained in branches)
-        return cls(spans, int(num_system_tokens), int(num_loss_tokens), error, found, bool(is_pair))
+        return cls(spans, int(num_system_tokens), int(num_loss_tokens), error, found, kind == 1, kind == 2)
 
     def record(self, sample_id: str, num_tokens: int, num_tiles: int) -> Record:
         """What planning knows of a row that may be cut."""
-        branches = tuple(Branch(*each) for each in self.branches)
+        row = sample_id if self.is_joined else ""
+        branches = tuple(Branch(*each, sample_id=row) for each in self.branches)
         rest = (self.num_loss_tokens, self.spans, self.num_system_tokens, branches, self.is_pair)
         return Record(sample_id, num_tokens, num_tiles, *rest)
 
@@ -108,7 +111,7 @@ class Measured(NamedTuple):
     def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
         if record.branches:
             branches = tuple((branch.num_tokens, branch.num_loss_tokens) for branch in record.branches)
-            note = Note((), 0, record.num_loss_tokens, None, branches, record.is_pair)
+            note = Note((), 0, record.num_loss_tokens, None, branches, record.is_pair, record.is_joined)
             return cls(record.num_tokens, record.num_tiles, TREE, note)
         if cuttable:
             note = Note(record.spans, record.num_system_tokens, record.num_loss_tokens)

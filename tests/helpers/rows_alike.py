@@ -48,7 +48,7 @@ JOINED = [
     *([0, 1, 2], [3], [4], [5, 6], [7], [8, 9], [10], [11], [12], [13], [14], [15], [16], [17], [18, 19]),
     *([20], [21], [22, 23]),
 ]
-BAD = 15
+BAD, LONGEST = 15, 17
 IMAGES = {name: png(56 * (1 + number % 2), 56, 40 * number) for number, name in enumerate(f"{c}.png" for c in "abcdef")}
 
 

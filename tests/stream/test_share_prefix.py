@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.factory import TINY
 from helpers.model_samples import LOSS_TOLERANCE, assert_same_gradients, gradients, tiny_packed
-from helpers.rows_alike import BAD, JOINED, ROWS, as_table, write
+from helpers.rows_alike import BAD, JOINED, LONGEST, ROWS, as_table, write
 
 from internvl_pack import PackedDataset, PackingConfig, build_loader, cli
 from internvl_pack.batch.collate import PREFIX_ID
@@ -117,6 +117,18 @@ def test_a_preset_decides_whether_prefixes_are_shared(data, tmp_path):
         for each in (preset, plain)
     ]
     assert trees == [sum(len(rows) > 1 for rows in JOINED) + 2, 2]  # two records are trees by themselves
+
+
+@pytest.mark.parametrize("oversize", ["split", "truncate", "drop", "error"])
+def test_a_tree_over_the_budget_is_cut_whatever_becomes_of_long_rows(data, oversize):
+    tokens = max(data.encode(0, row).record.num_tokens for row in range(len(ROWS)) if row not in (BAD, LONGEST))
+    keep = {"max_packed_tokens": tokens, "oversize": oversize}
+    if oversize == "error":
+        with pytest.raises(UserError, match=f"made/.*{LONGEST}: oversized_error"):
+            list(loaders(data, **keep)[0])
+        return
+    seen = [rows_in(loaders(data, share=share, **keep)[0]) for share in (True, False)]
+    assert seen[0] == seen[1] and len({name for name, *_ in seen[0]}) == len(ROWS) - 1 - (oversize == "drop")
 
 
 def test_the_commands_take_it(tokenizer, tmp_path, capsys):

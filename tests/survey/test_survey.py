@@ -76,6 +76,10 @@ def test_trees_are_noted_whatever_their_size(table, tmp_path):
     assert Measured(40, 2, TREE, note).fits_note() and not Measured(13, 2, TREE, note).fits_note()
     assert not Measured(40, 2, TREE, note._replace(branches=())).fits_note()
     assert not Measured(40, 2, CUTTABLE, note).fits_note()
+    for kind in ({"is_pair": True}, {"is_joined": True}, {}):
+        one = note._replace(is_pair=False)._replace(**kind)
+        again = Note.from_json(one.to_json())
+        assert again == one and again.record("a", 40, 2).is_joined == one.is_joined
 
 
 def test_tables_of_other_data_or_options_are_other_tables(table, tmp_path):
