@@ -27,7 +27,7 @@ from .formats import make_template
 from .images import ImageRules, colour_of, decode_pixels, decode_tiles, empty_tiles, image_size_of
 from .text import MARKUP_TOKENS, TextEncoder
 from .tiles import TileGrid
-from .trees import OBJECTIVES, Answer, answers_of
+from .trees import OBJECTIVES, Answer, answers_of, with_those_that_leave
 from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
 
 if TYPE_CHECKING:
@@ -303,8 +303,7 @@ class Encoder:
             except SampleError as error:
                 if not raw.joined:
                     raise
-                together = f"with it leave the {len(raw.joined) - 1} rows after it that begin alike (share_prefix)"
-                raise SampleError(error.reason, f"{error.detail}; {together}", error.source) from error
+                raise with_those_that_leave(error, [row.sample_id for row in raw.joined[1:]]) from error
 
     def _encode(self, raw: RawSample, spec: DatasetSpec) -> Encoded:
         outline = self.outline(raw, spec)

@@ -162,5 +162,12 @@ def _untrained(turn: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in turn.items() if name not in TRAINING_FLAGS} | {"loss": False}
 
 
+def with_those_that_leave(error: SampleError, sample_ids: Sequence[str]) -> SampleError:
+    """The error of a tree of joined rows, by whose first id it is known, with the ids of the others."""
+    return SampleError(
+        error.reason, f"{error.detail}; with it leave {', '.join(sample_ids)} (share_prefix)", error.source
+    )
+
+
 def _bad(detail: str) -> SampleError:
     return SampleError("answers", detail)

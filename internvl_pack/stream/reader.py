@@ -18,6 +18,7 @@ from ..batch.row import PackRow, Segment
 from ..config import PackingConfig
 from ..encode.images import tiles_over
 from ..encode.sample import Encoded, Outline, PlannedImage
+from ..encode.trees import with_those_that_leave
 from ..encode.video import PlannedFrame
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..order.mixture import Mixture
@@ -102,7 +103,14 @@ class SampleSegments:
 
     def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
         encoded = self.encoded(fragment)
-        tiles = self._samples.encoder.decode(encoded, 0, fragment.num_tiles, epoch=self._epoch, out=out)
+        try:
+            tiles = self._samples.encoder.decode(encoded, 0, fragment.num_tiles, epoch=self._epoch, out=out)
+        except SampleError as error:
+            if not encoded.record.is_joined:
+                raise
+            own = self.name(fragment)
+            others = [branch.sample_id for branch in encoded.branches if branch.sample_id != own]
+            raise with_those_that_leave(error, others) if others else error from None
         return make_segment(encoded, fragment, tiles)
 
     def name(self, fragment: Fragment) -> str:

@@ -131,6 +131,17 @@ def test_a_tree_over_the_budget_is_cut_whatever_becomes_of_long_rows(data, overs
     assert seen[0] == seen[1] and len({name for name, *_ in seen[0]}) == len(ROWS) - 1 - (oversize == "drop")
 
 
+def test_a_damaged_image_takes_its_rows_along_by_id(tokenizer, tmp_path):
+    meta = write(tmp_path, "jsonl")
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])  # after the header: it is found when it is decoded
+    (loader,) = loaders(Samples.from_meta(meta, tokenizer, TINY))
+    seen = {name for name, *_ in rows_in(loader)}
+    assert seen == {f"made/{row}" for row in range(len(ROWS)) if row not in (0, 1, 2, 4, BAD)}
+    (event,) = [event for event in loader.take_events() if event["id"] == "made/0"]
+    assert event["detail"].endswith("with it leave made/1, made/2 (share_prefix)")
+
+
 def test_the_commands_take_it(tokenizer, tmp_path, capsys):
     meta, folder = write(tmp_path / "data", "jsonl"), tmp_path / "tokenizer"
     tokenizer.save_pretrained(folder)
