@@ -165,7 +165,8 @@ class PackingEstimate:
             wanted = max(math.ceil(tokens * self.tiles / max(1.0, self.tokens)), math.ceil(2 * mean_tiles))
             return (
                 f"{what}, because tiles fill rows first ({mean_tiles:.1f} in a sample of {mean_tokens:,.0f} tokens): "
-                f"raise --num_images_expected from {tiles} to about {wanted}, or lower --max_dynamic_patch"
+                f"raise --num_images_expected from {tiles} to about {wanted}, or lower --max_dynamic_patch "
+                "(of native resolution: --max_pixels)"
             )
         if self.idle > IDLE and self.packs_per_step > 1:
             most = max(1, int(IDLE * self.packs))

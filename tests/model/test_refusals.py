@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from internvl_pack.checkpoints import internvl_format_files
 from internvl_pack.checkpoints.internvl_format_files import convert_to_native, local_folder
 from internvl_pack.errors import UserError
 from internvl_pack.model.build import build_model, check_loadable
+from internvl_pack.parallel.checks import check_pictures
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,8 @@ from internvl_pack.model.build import build_model, check_loadable
             "'qwen2_audio' is a multimodal .audio_config in",
         ),
         ({"model_type": "llava_llama", "mm_vision_tower": "clip"}, "'llava_llama' is a multimodal .mm_vision_tower in"),
+        ({"model_type": "gemma3", "vision_config": {}}, "'gemma3' lets the tokens of an image see those after them"),
+        ({"model_type": "paligemma", "vision_config": {}}, "'paligemma' lets the tokens of an image see those after"),
         ({"model_type": "internlm2"}, "'internlm2' is no language model of transformers"),
         ({"model_type": "bloom"}, "'bloom' computes attention itself"),
     ],
@@ -74,3 +78,19 @@ def test_a_flash_model_of_the_hub_is_refused_by_its_index_before_its_weights_are
     monkeypatch.setattr(internvl_format_files, "indexed_names", lambda folder: ["vision_model.x"])
     assert local_folder("someone/InternVL3_5-8B") == tmp_path
     assert fetched[1:] == [["*.json"], None]
+
+
+@pytest.mark.parametrize(
+    "option", [{"compile": True}, {"fp8": "rowwise"}, {"vision_micro_tiles": 4}, {"drop_path_rate": 0.1}]
+)
+def test_what_does_not_go_with_native_resolution_yet_is_refused_before_a_weight_is_read(option, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}))
+    ((name, value),) = option.items()
+    with pytest.raises(UserError, match=f"--{name} {value} does not go with a 'qwen3_vl' model yet"):
+        build_model(tmp_path, tokenizer=None, **option)
+
+
+def test_rows_of_native_resolution_are_not_shared_among_ranks():
+    tower = SimpleNamespace(grid_positions=True)
+    with pytest.raises(UserError, match="--sequence_parallel_size 2 does not go with a 'qwen3_vl' model yet"):
+        check_pictures(tower, "qwen3_vl", 2)

@@ -3,13 +3,17 @@ inputs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import native_samples as native
 from helpers.model_samples import assert_same_gradients, gradients
 
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.row import PackRow
 from internvl_pack.model.selfcheck import check_isolation
+from internvl_pack.records import Branch
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
@@ -98,3 +102,25 @@ def test_the_tower_attends_once_a_layer_and_takes_all_of_its_inputs_from_the_hos
     assert len(calls) == packed.config.vision_config.depth
     patches = packed.config.vision_config.spatial_merge_size**2 * batch["num_tiles"]
     assert all(len(call[0]) == patches for call in calls)
+
+
+def test_answers_to_one_prompt_give_what_each_gives_alone(case, tokenizer):
+    """A tree's branches go on after the positions that the pictures of its prefix take."""
+    packed, family, *_ = case
+    segment = native.segment(tokenizer, family, [("text", 4), ("image", (2, 5)), ("text", 3), *[("answer", 6)] * 2])
+    labels = segment.labels.copy()
+    labels[[-12, -6]] = native.IGNORE  # of each branch the last token of what it follows
+    branches = (Branch(6, 5, 1.0), Branch(6, 5, 0.5))
+    tree = replace(segment, labels=labels, num_loss_tokens=10, branches=branches)
+    batch = native.collated(tokenizer, family, [tree, *native.segments_of(tokenizer, family, TEXT)])
+    shared, shared_gradients = losses(packed, batch)
+    alone, gradients_alone = losses(
+        packed, native.collated(tokenizer, family, [tree, *native.segments_of(tokenizer, family, TEXT)], unshared)
+    )
+    assert shared == pytest.approx(alone, rel=1e-6)
+    assert_same_gradients(shared_gradients, gradients_alone)
+
+
+def unshared(rows, **options):
+    """The padded batch of the same samples, a row a branch."""
+    return padded_collate_fn([PackRow([s]) for row in rows for s in row.segments], **options)
