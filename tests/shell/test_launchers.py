@@ -202,4 +202,13 @@ def test_the_quickstart_says_what_it_is_before_it_does_anything(argument, code):
     result = subprocess.run(command, env=nothing, capture_output=True, text=True, timeout=60)
     assert result.returncode == code
     assert result.stdout.startswith("From a fresh clone") and "bash shell/quickstart.sh" in result.stdout
-    assert result.stderr == ("" if code == 0 else "error: quickstart.sh takes no arguments: --max_steps\n")
+    assert result.stderr == (
+        "" if code == 0 else "error: quickstart.sh takes --family NAME and no other arguments: --max_steps\n"
+    )
+
+
+def test_the_quickstart_refuses_a_family_that_it_does_not_make():
+    command = ["bash", str(ROOT / "shell" / "quickstart.sh"), "--family", "gemma3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: quickstart.sh --family gemma3: use internvl, qwen2_5_vl")
