@@ -261,7 +261,7 @@ def make_model(
         mode, timeout = args.sequence_parallel_mode, args.ddp_timeout_delta
         group = make_groups(ranks.world_size, ranks.sequence_parallel_size, mode, timeout)
         enable_sequence_parallel(model, group)
-        logger.info("sequence parallelism: %d groups of %d GPUs, %s", group.dp_world, group.size, group.mode)
+        logger.info("sequence parallelism: %s of %d GPUs, %s", count(group.dp_world, "groups"), group.size, group.mode)
     return model
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
 
 from .accounting import Ledgers
@@ -73,7 +74,7 @@ class ResumableTrainer(StepTrainer):
         saved = load_packing_state(checkpoint)["world_size"]
         if saved == self.ranks.world_size:
             return
-        logger.warning("resume: saved on %d ranks, going on with %d", saved, self.ranks.world_size)
+        logger.warning("resume: saved on %s, going on with %d", count(saved, "ranks"), self.ranks.world_size)
         if self.ranks.is_first:
             make_universal(checkpoint)
         if self.ranks.world_size > 1:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..options import count
 from .collate import packed_collate_fn
 from .loss_weights import IGNORE_INDEX
 from .row import PackRow, Segment
@@ -110,7 +111,7 @@ def _check(
         return
     largest = max(range(len(segments)), key=sizes.__getitem__)
     raise UserError(
-        f"{option} {limit}: a micro-batch of {len(segments)} samples has {total} {unit}, the largest is "
+        f"{option} {limit}: a micro-batch of {count(len(segments), 'samples')} has {total} {unit}, the largest is "
         f"{segments[largest].sample_id} with {sizes[largest]}: lower the batch size, limit the samples, or "
         f"raise {option}"
     )

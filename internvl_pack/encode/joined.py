@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SampleError, isolate_sample_errors, without_traces
+from ..options import count
 from ..packing.budget import Room
 from ..sources import DatasetSpec, FileRef, ImageRef, RawSample, SliceRef, Source
 from ..sources.content import new_hash
@@ -71,7 +72,7 @@ class JoinedSource(Source):
         self._starts = found
         trees = int((np.diff(self._starts) > 1).sum())
         joined = len(source) - len(self) + trees
-        logger.info("dataset %r: %d of %d rows are joined to %d trees", self.name, joined, len(source), trees)
+        logger.info("dataset %r: %d of %d rows are joined to %s", self.name, joined, len(source), count(trees, "trees"))
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from ..errors import SampleError, UserError
+from ..options import count
 from .addresses import pread_all
 from .content import PIECE_BYTES, new_hash
 from .files import Stamp, open_file, stamp_of_open
@@ -274,7 +275,9 @@ class _ShardScan:
         self._walk()
         rows = self._settle()
         if self.num_skipped:
-            self.warnings.append(f"{self.path}: {self.num_skipped} members are not used: {self.first_skipped}")
+            self.warnings.append(
+                f"{self.path}: not used: {count(self.num_skipped, 'members')}, first {self.first_skipped}"
+            )
         damage = tuple(d for d in self.damage if d.reason)
         if not rows.status and not damage:
             self.warnings.append(f"{self.path} holds no sample")
@@ -476,7 +479,7 @@ class _ShardScan:
         key = read_entry(self.read, first_header, self.stamp.size).key
         self.warnings.append(
             f"{self.path}: the members of key {key!r} are not adjacent (bytes {first_header} and {second_header}); "
-            f"members of one key are joined ({len(split)} such keys in this shard)"
+            f"members of one key are joined ({count(len(split), 'such keys')} in this shard)"
         )
 
 

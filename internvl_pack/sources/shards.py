@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SampleError, UserError
+from ..options import count
 from .base import RawSample, Source, own_id
 from .content import new_hash
 from .files import Stamp, read_at, stamp_of
@@ -92,7 +93,7 @@ class ShardSource(Source):
             warnings += self._keys_in_two_shards(np.concatenate(hashes))
         if unused:
             warnings.append(
-                f"{len(unused)} index files are not used (internvl-pack index renews them), the first: {unused[0]}"
+                f"not used: {count(len(unused), 'index files')} (internvl-pack index renews them), first {unused[0]}"
             )
         elif len(self) >= _HINT_ROWS and any(shard.index is not None for shard in self._shards):
             logger.warning("dataset %r was indexed in memory; internvl-pack index does it once for all runs", name)
@@ -247,7 +248,7 @@ class ShardSource(Source):
         (shard_a, key, at_a), (shard_b, _, at_b) = (self._locate(row) for row in pair)
         return [
             f"key {key!r} is in {shard_a.path} at byte {at_a} and in {shard_b.path} at byte {at_b}: two samples "
-            f"({again.size} such keys in this dataset)"
+            f"({count(again.size, 'such keys')} in this dataset)"
         ]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..batch.loss_weights import check_loss_reduction
 from ..batch.row import PackRow
 from ..errors import UserError
 from ..ledger import Ledger, Losses
+from ..options import count
 from ..parallel.agreement import Agreement
 from ..survey.exchange import Exchange, StoreExchange, local_store, store_of_the_run
 from .dataset import PackedDataset, number_from_environment
@@ -306,8 +307,8 @@ class PackLoader(DataLoader):
         self._plan, self._resumed = plan, plan is not None
         if plan is not None and plan["packs_per_step"] != self.packs_per_step:
             logger.warning(
-                "resume: %d packs a step when the checkpoint was saved, %d now: steps differ from here on",
-                plan["packs_per_step"],
+                "resume: %s a step when the checkpoint was saved, %d now: steps differ from here on",
+                count(plan["packs_per_step"], "packs"),
                 self.packs_per_step,
             )
 

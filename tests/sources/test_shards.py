@@ -193,7 +193,7 @@ def test_members_that_are_no_sample_by_name_are_one_warning(tmp_path):
     source = open_one(tmp_path, [("README", b"x"), ("LICENSE", b"y"), *pair("k")])
     assert verdicts(source) == {"k": "k pixels"}
     assert len(source.warnings) == 1
-    assert "2 members are not used: 'README' at byte 0" in source.warnings[0]
+    assert "not used: 2 members, first 'README' at byte 0" in source.warnings[0]
 
 
 # --- how a record names its images ------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_link_without_a_key_is_warned_of(tmp_path):
     link = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
     source = open_one(tmp_path, [("evil", b"", link), ("../evil", b"", link), *pair("k")])
     assert verdicts(source) == {"k": "k pixels"}
-    assert "2 members are not used: 'evil' at byte 0 (link or device)" in source.warnings[0]
+    assert "not used: 2 members, first 'evil' at byte 0 (link or device)" in source.warnings[0]
 
 
 def test_members_that_are_not_adjacent_are_joined_with_one_warning(tmp_path):
@@ -633,7 +633,7 @@ def test_a_stale_or_damaged_index_is_left_aside(odd_shards):
     index.write_bytes(whole[: len(whole) // 2])
     source = ShardSource("set", [path])
     assert len(source) == 6
-    assert "1 index files are not used" in source.warnings[0]
+    assert "not used: 1 index file (" in source.warnings[0]
     index.write_bytes(whole)
     os.utime(path, ns=(0, 12345))
     source = ShardSource("set", [path])
