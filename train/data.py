@@ -116,7 +116,12 @@ def make_held_out(
         raise UserError("--eval_meta_path needs --do_eval True or --eval_strategy steps")
     if not wanted:
         return None
-    specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(str(data_args.eval_meta_path))]
+    return once_each(str(data_args.eval_meta_path), train)
+
+
+def once_each(meta_path: str, train: PackedDataset) -> PackedDataset:
+    """Data in the order of its files, each sample once, packed by the budgets of `train` and for its rank."""
+    specs = [replace(spec, repeat_time=1.0, weight=None) for spec in load_meta(meta_path)]
     config = replace(
         train.config,
         shuffle=False,
@@ -145,7 +150,9 @@ def make_collator(
         "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
     }
     if data_args.packing_mode in (STREAM, PRESET):
-        return packed_collator(train, loss_reduction=data_args.loss_reduction, **padding)
+        return packed_collator(
+            train, loss_reduction=data_args.loss_reduction, branch_keys=args.reference_path is not None, **padding
+        )
     collator = partial(
         padded_collate_fn,
         pad_token_id=train.encoder.pad_token_id,
@@ -154,6 +161,7 @@ def make_collator(
         image_token_id=train.encoder.image_context_id,
         grid_positions=train.encoder.grid_positions,
         pairs=train.encoder.config.objective != "sft",
+        branch_keys=args.reference_path is not None,
     )
     if data_args.packing_mode == IN_BATCH:
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}

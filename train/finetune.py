@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -82,6 +82,7 @@ from .objective import FrozenCopy, PairObjective, WithoutAdapters, trains_adapte
 from .options import PROGRAM, parse
 from .preference import objective_of, preference_loss
 from .ranks import Ranks, lay_out_gradients
+from .reference import Table, marks_of
 from .saving import Saving
 from .trainer import PackTrainer
 from .warm_up import WarmUp, keep_compiled
@@ -166,7 +167,38 @@ class Run:
 
 
 def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: PackTrainingArguments) -> Run:
-    """The run of these options; what is quick to check comes first.
+    """The run of these options.
+
+    Raises:
+        UserError: a mistake in the options, the data or the environment.
+    """
+    begun = begin(model_args, data_args, args)
+    objective = None if begun.loss is None else make_objective(begun, model_args, args)
+    trainer = make_trainer(model_args, begun.data_args, args, begun.data, begun.model, objective)
+    for callback in make_callbacks(model_args, begun.data_args, trainer):
+        trainer.add_callback(callback)
+    return Run(trainer, begun.data_args.packing_mode, begun.checkpoint)
+
+
+class Begun(NamedTuple):
+    """What a run consists of before there is a trainer.
+
+    Attributes:
+        data_args: with what the checkpoint has the last word on.
+        loss: of pairs; None for sft.
+        checkpoint: to go on from.
+    """
+
+    data_args: DataTrainingArguments
+    loss: PreferenceLoss | None
+    ranks: Ranks
+    data: Data
+    model: PackedModel
+    checkpoint: str | None
+
+
+def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: PackTrainingArguments) -> Begun:
+    """Data and model of these options; what is quick to check comes first.
 
     Raises:
         UserError: a mistake in the options, the data or the environment.
@@ -196,11 +228,7 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     if model_args.compile:
         keep_compiled(str(args.output_dir))
     model = make_model(model_args, data_args, args, data.tokenizer, kernel.name, ranks)
-    objective = None if loss is None else make_objective(loss, model_args, data_args, args, data, model, ranks)
-    trainer = make_trainer(model_args, data_args, args, data, model, objective)
-    for callback in make_callbacks(model_args, data_args, trainer):
-        trainer.add_callback(callback)
-    return Run(trainer, data_args.packing_mode, checkpoint)
+    return Begun(data_args, loss, ranks, data, model, checkpoint)
 
 
 def compute_dtype(args: PackTrainingArguments) -> torch.dtype:
@@ -290,24 +318,27 @@ def load_model(
     )
 
 
-def make_objective(
-    loss: PreferenceLoss,
-    model_args: ModelArguments,
-    data_args: DataTrainingArguments,
-    args: PackTrainingArguments,
-    data: Data,
-    model: PackedModel,
-    ranks: Ranks,
-) -> PairObjective:
-    """What trains on pairs, with what their answers are held against."""
-    if trains_adapters_alone(model):
+def make_objective(begun: Begun, model_args: ModelArguments, args: PackTrainingArguments) -> PairObjective:
+    """What trains on pairs, with what their answers are held against.
+
+    Raises:
+        UserError: a table of another model, or of other options.
+    """
+    assert begun.loss is not None, "asked for pairs"
+    reference: FrozenCopy | WithoutAdapters | Table
+    if args.reference_path is not None:
+        reference = Table(args.reference_path, marks_of(model_args, begun.data.train, compute_dtype(args)))
+        logger.info("reference: %s answers stored in %s", f"{len(reference):,}", args.reference_path)
+    elif trains_adapters_alone(begun.model):
+        reference = WithoutAdapters()
         logger.info("reference: the model without its LoRA")
-        return PairObjective(loss, WithoutAdapters(), ranks, args.device)
-    logger.info("reference: a frozen copy of the model")
-    as_it_is = replace(model_args, **AS_IT_IS)
-    reference = load_model(as_it_is, data_args, args, data.tokenizer, model.attn_kernel.name)
-    reference.share_rows(model.sequence_group)
-    return PairObjective(loss, FrozenCopy(reference), ranks, args.device)
+    else:
+        as_it_is, kernel = replace(model_args, **AS_IT_IS), begun.model.attn_kernel.name
+        copy = load_model(as_it_is, begun.data_args, args, begun.data.tokenizer, kernel)
+        copy.share_rows(begun.model.sequence_group)
+        reference = FrozenCopy(copy)
+        logger.info("reference: a frozen copy of the model")
+    return PairObjective(begun.loss, reference, begun.ranks, args.device)
 
 
 def make_trainer(

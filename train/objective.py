@@ -28,6 +28,7 @@ from internvl_pack.model.zero3 import is_zero3
 from internvl_pack.parallel.collectives import summed
 
 from .ranks import Ranks
+from .reference import Table
 
 if TYPE_CHECKING:
     from .step_sync import Batch, StepSync
@@ -98,7 +99,11 @@ class PairObjective(TrainerCallback):
     trainer: PackTrainer
 
     def __init__(
-        self, loss: PreferenceLoss, reference: FrozenCopy | WithoutAdapters, ranks: Ranks, device: torch.device
+        self,
+        loss: PreferenceLoss,
+        reference: FrozenCopy | WithoutAdapters | Table,
+        ranks: Ranks,
+        device: torch.device,
     ) -> None:
         self.loss, self.reference, self.ranks, self.device = loss, reference, ranks, device
         self.mean = RunningMean(device)
@@ -118,7 +123,8 @@ class PairObjective(TrainerCallback):
         return losses.loss.float(), outputs
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.reference.prepare(self.trainer)
+        if not isinstance(self.reference, Table):
+            self.reference.prepare(self.trainer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step's rewards become part of the mean, and its figures of the next log."""
@@ -184,9 +190,13 @@ class PairObjective(TrainerCallback):
     ) -> tuple[PairLosses, PackedOutput]:
         inputs = dict(inputs)
         places = inputs.pop("pairs").long()
-        inputs.pop("branch_keys", None)
-        with torch.no_grad():
-            reference, _ = self._answers(self.reference(model, inputs), inputs, places)
+        keys = inputs.pop("branch_keys", None)
+        if isinstance(self.reference, Table):
+            stored = torch.tensor(self.reference.of(keys), dtype=torch.float64)
+            reference = stored[places.cpu()].to(places.device)
+        else:
+            with torch.no_grad():
+                reference, _ = self._answers(self.reference(model, inputs), inputs, places)
         outputs = model(**inputs, return_logprobs=True)
         logprobs, num_tokens = self._answers(outputs, inputs, places)
         pairs = Pairs(logprobs, reference, num_tokens)

@@ -35,6 +35,12 @@ class PreferenceArguments:
     bco_pair_loss_weight: float | None = option(
         None, "Weight of bco_pair. Default: 0.2 for mpo, else 1.", at_least=0
     )  # fmt: skip
+    reference_path: str | None = option(
+        None,
+        "Folder of stored log-probabilities that internvl-pack reference wrote, instead of a model to hold answers "
+        "against. Default: the model without its LoRA where nothing else is trained, else a frozen copy.",
+        page="preference.md#the-reference",
+    )
     rpo_alpha: float | None = option(
         None, "Weight of the chosen answers' own loss, that of SFT. Default: 1 for mpo, else 0.", at_least=0
     )

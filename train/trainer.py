@@ -194,10 +194,13 @@ class PackTrainer(ResumableTrainer):
         if not isinstance(dataset, PackedDataset):
             raise ValueError(f"evaluation takes a PackedDataset as eval_dataset, not {type(dataset).__name__}")
         if dataset is not self.eval_dataset:
-            return self._new_loader(dataset, packed_collator(dataset))
+            return self._new_loader(dataset, self._held_out_collator(dataset))
         if self._eval_loader is None:
-            self._eval_loader = self._new_loader(dataset, packed_collator(dataset))
+            self._eval_loader = self._new_loader(dataset, self._held_out_collator(dataset))
         return self._eval_loader
+
+    def _held_out_collator(self, dataset: PackedDataset) -> Callable[..., Batch]:
+        return packed_collator(dataset, branch_keys=self.args.reference_path is not None)
 
     def _new_loader(self, dataset: PackedDataset, collator: Any, **options: Any) -> PackLoader:
         args = self.args

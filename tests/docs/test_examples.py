@@ -265,7 +265,7 @@ def command_options(name: str) -> set[str]:
     parser = argparse.ArgumentParser()
     importlib.import_module(f"internvl_pack.commands.{name.replace('-', '_')}").configure(parser)
     found = {option for action in parser._actions for option in action.option_strings}
-    return found | script_options("train/finetune.py") if name == "train" else found
+    return found | script_options("train/finetune.py") if name in ("train", "reference") else found
 
 
 @cache
