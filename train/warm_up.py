@@ -62,11 +62,12 @@ def row_shapes(max_tokens: int, max_tiles: int, tokens_per_tile: int) -> list[tu
     return shapes
 
 
-def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel) -> dict[str, Any]:
+def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, tree: bool = False) -> dict[str, Any]:
     """A batch of one row, as the loader would give it: half of it one sample, the rest samples of a few tokens.
 
     Args:
         tokens, tiles, targets: of row_shapes.
+        tree: the first is the prefix of the others.
     """
     generator = torch.Generator().manual_seed(tokens)
     vocabulary = model.config.get_text_config().vocab_size
@@ -87,10 +88,15 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel) -> di
     labels = torch.full_like(ids, IGNORE_INDEX)
     places = labelled.nonzero().squeeze(1)[:targets]
     labels[0, places] = ids[0, places]
-    return {
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    links = {}
+    if tree and len(lengths) > 1:
+        links["prefix_of"] = torch.tensor([-1, *[0] * (len(lengths) - 1)], dtype=torch.int32)
+        position_ids[first:] += first
+    return links | {
         "input_ids": ids,
         "labels": labels,
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "position_ids": position_ids[None],
         "loss_weight": (labels != IGNORE_INDEX).float(),
         "cu_seqlens": starts.int(),
         "max_seqlen": max(lengths),
@@ -114,7 +120,7 @@ class WarmUp(TrainerCallback):
         model, started, before = self.trainer.packed_model, time.perf_counter(), compilations()
         shapes = row_shapes(*self.budget, model.tokens_per_tile if model.has_vision else 0)
         for shape in shapes:
-            forward_and_backward(self.trainer, made_up_row(*shape, model))
+            forward_and_backward(self.trainer, made_up_row(*shape, model, tree=self.trainer.objective is not None))
         if args.device.type == "cuda":
             torch.cuda.synchronize(args.device)
         logger.info(

@@ -9,6 +9,7 @@ import torch
 from helpers.launched import made_in
 from helpers.model_samples import packed_batch, segment, tiny_packed
 from helpers.stepping import run_ranks
+from helpers.tree_samples import TREES, trees
 
 from internvl_pack.model.compiled import compile_blocks
 from train.warm_up import CACHE, keep_compiled, made_up_row, row_shapes
@@ -35,6 +36,22 @@ def test_a_made_up_row_is_a_batch_as_the_model_wants_it(tokenizer):
         assert row["input_ids"].shape == (1, tokens) and len(row["pixel_values"]) == tiles
         out = model(**row)  # which checks boundaries, positions and counts
         assert out.num_targets == row["num_loss_tokens"] == max(0, min(targets, tokens - len(row["cu_seqlens"]) + 1))
+
+
+@pytest.mark.slow
+def test_after_it_no_row_of_trees_is_compiled(tokenizer):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    packed, counter = tiny_packed(tokenizer), CompileCounterWithBackend("aot_eager")
+    compile_blocks(packed, backend=counter)
+    for shape in row_shapes(512, 16, packed.tokens_per_tile):
+        packed(**made_up_row(*shape, packed, tree=True)).loss.backward()
+    by_then = counter.frame_count
+    for names in (tuple(TREES), ("text only",), ("one branch", "pair with an image")):
+        packed(**packed_batch(trees(tokenizer, *names))).loss.backward()
+    assert counter.frame_count == by_then > 0
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
