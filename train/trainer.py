@@ -173,6 +173,16 @@ class PackTrainer(ResumableTrainer):
                 f"--push_to_hub True: the hub cannot be used: {str(error).strip().splitlines()[0]}"
             ) from error
 
+    def push_to_hub(self, *args: Any, **options: Any) -> Any:
+        """As transformers' Trainer, after the run; a hub that fails then is a warning, since all is saved here."""
+        try:
+            return super().push_to_hub(*args, **options)
+        except HUB_ERRORS as error:
+            logger.warning(
+                "--push_to_hub True: the upload failed: %s; the output is whole in %s, for hf upload",
+                *(str(error).strip().splitlines()[0], self.args.output_dir),
+            )
+
     # -- data ------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> PackLoader:

@@ -199,6 +199,23 @@ def test_push_to_hub_uploads_the_whole_output_folder(train, tmp_path, monkeypatc
     assert "checkpoint-*" in left_out
 
 
+def test_an_upload_that_fails_is_a_line_and_loses_nothing(train, tmp_path, monkeypatch, capsys):
+    class Hub:
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, **_):
+            raise OSError("Connection reset by peer")
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    options = ("--use_packed_ds", "True", "--max_steps", "1", "--save_strategy", "no", "--check_isolation", "False")
+    assert train(*options, "--push_to_hub", "True") == 0
+    said = capsys.readouterr().err
+    assert "--push_to_hub True: the upload failed: Connection reset by peer; the output is whole in" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "train_summary.json").exists()
+
+
 def test_a_hub_out_of_reach_is_one_line_before_the_first_step(train, tmp_path, monkeypatch, capsys):
     from huggingface_hub.errors import HfHubHTTPError
 
