@@ -34,11 +34,12 @@ _T = TypeVar("_T")
 def lay_out_gradients(model: torch.nn.Module) -> None:
     """Give gradients of one row the strides of their parameters, as DDP's buckets have them; it warns of others.
 
-    The class token's gradient is a slice of the images' where a row has one tile.
+    The class token's gradient is a slice of the images' where a row has one tile. That of the position embeddings is
+    then all of it: each gets memory of its own, since the gradients of later rows are added in place.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dim() > 1 and parameter.shape[0] == 1:
-            parameter.register_hook(lambda gradient: gradient.reshape(-1).view_as(gradient))
+            parameter.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
 
 
 @contextlib.contextmanager

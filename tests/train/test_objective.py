@@ -110,11 +110,20 @@ def one_row(made, pairs, tmp_path_factory):
     return on_ranks(1, made, pairs, tmp_path_factory.mktemp("one_row") / "out", *MPO, *PACKED)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(3, None), (2, "zero_stage1"), (2, "zero_stage2"), (2, "zero_stage3")])
-def test_ranks_train_as_one_does(one_row, made, pairs, tmp_path, ranks, stage):
-    """Rows of a few pairs on several ranks, checkpointed, against one row of all."""
+@pytest.mark.parametrize(
+    ("ranks", "shared_by", "stage"),
+    [
+        (3, 1, None),
+        *((2, 1, f"zero_stage{n}") for n in (1, 2, 3)),
+        (2, 2, None),
+        (2, 2, "zero_stage3"),
+    ],
+)
+def test_ranks_train_as_one_does(one_row, made, pairs, tmp_path, ranks, shared_by, stage):
+    """Rows of a few pairs on several ranks, or each shared by two (Ulysses), checkpointed, against one row of all."""
     rows = ("--use_packed_ds", "True", "--max_packed_tokens", "700", "--num_images_expected", "48")
-    rows += ("--gradient_accumulation_steps", "6", *(("--deepspeed", stage) if stage else ()))
+    rows += ("--gradient_accumulation_steps", str(6 * shared_by), "--sequence_parallel_size", str(shared_by))
+    rows += ("--deepspeed", stage) if stage else ()
     assert_same(on_ranks(ranks, made, pairs, tmp_path / "out", *MPO, *rows), one_row, made)
 
 
@@ -134,13 +143,25 @@ def test_a_resumed_run_has_the_same_running_mean(run, made, tmp_path):
     assert ends[0]["objective"]["rewards"][1] == 6 * COUNT
 
 
-def test_evaluation_has_the_figures_of_pairs(run, pairs, tmp_path):
+def test_evaluation_has_the_figures_of_pairs(run, made, pairs, tmp_path):
     options = ("--objective", "dpo", "--num_train_epochs", "1", *PACKED, "--eval_meta_path", str(pairs))
-    logs, _ = run("held_out", *options, "--do_eval", "True", "--eval_strategy", "epoch")
-    state = json.loads((tmp_path / "held_out" / "trainer_state.json").read_text())
-    (evaluation,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    options += ("--do_eval", "True", "--eval_strategy", "epoch")
+    logs, _ = run("held_out", *options)
+    evaluation = evaluated(tmp_path / "held_out")
     assert evaluation["eval_samples"] == COUNT and evaluation["eval_rewards/margins"] > 0 == logs[0]["rewards/margins"]
     assert evaluation["eval_loss"] == evaluation["eval_loss/sigmoid"] < math.log(2)
+
+    on_ranks(2, made, pairs, tmp_path / "shared", *options, "--sequence_parallel_size", "2")
+    shared = evaluated(tmp_path / "shared")
+    figures = [name for name in evaluation if "/" in name or name in ("eval_loss", "eval_samples")]
+    assert [shared[name] for name in figures] == pytest.approx([evaluation[name] for name in figures], rel=1e-5)
+
+
+def evaluated(folder):
+    """What a run's only evaluation logged."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (evaluation,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    return evaluation
 
 
 def test_lora_is_held_against_the_model_without_it(run, capfd):

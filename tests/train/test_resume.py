@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from helpers.factory import write_jsonl
 from helpers.launched import losses, made_in, steps_made
+from helpers.pairs import write_pairs
 from helpers.ranks import Run
 from helpers.ranks import start as begin
 from transformers import AutoTokenizer
@@ -19,6 +21,7 @@ from transformers import AutoTokenizer
 from internvl_pack import PresetDataset
 from internvl_pack.cli import main as internvl_pack
 from train.accounting import read_sample_log
+from train.checkpoint import load_packing_state
 
 COUNT = 400
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks
@@ -140,3 +143,39 @@ def test_a_rank_without_any_data_makes_the_steps_of_the_others(made, tmp_path, t
     wait_for_end(start(made, out, 2, extra=[*extra, "--gradient_accumulation_steps", "1"]))
     assert list(losses(out)) == [1]
     assert read_sample_log(out) == {1: ["made/0"]}
+
+
+PAIRS, PACKS_OF_PAIRS = 60, 6  # packs a step, on 1, 2 or 3 ranks
+MPO = ("--objective", "mpo", "--learning_rate", "1e-2", "--adam_epsilon", "1e-2", "--max_grad_norm", "0")
+
+
+def start_pairs(made: Path, pairs: Path, out: Path, ranks: int) -> Run:
+    accumulation = ("--gradient_accumulation_steps", str(PACKS_OF_PAIRS // ranks), "--logging_steps", "1")
+    return start(made, out, ranks, ["--meta_path", str(pairs), *MPO, *accumulation])
+
+
+def logged(out: Path) -> dict[int, dict[str, float]]:
+    """By step what a run on pairs logged of it, but for what depends on its ranks."""
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return {e["step"]: {k: v for k, v in e.items() if k == "loss" or "/" in k} for e in history if "loss" in e}
+
+
+def test_mpo_that_is_killed_has_the_steps_and_the_running_mean_of_a_run_that_was_not(made, tmp_path):
+    """ZeRO-1 on two ranks, then on one, then on three."""
+    pairs, whole, out = write_pairs(tmp_path / "pairs", PAIRS), tmp_path / "whole", tmp_path / "run"
+    wait_for_end(start_pairs(made, pairs, whole, 2))
+    expected = logged(whole)
+    kill_after(start_pairs(made, pairs, out, 2), out, 3, 0.1)
+    kill_after(start_pairs(made, pairs, out, 1), out, 6, 0.3)
+    wait_for_end(start_pairs(made, pairs, out, 3))
+    assert out.with_suffix(".log").read_text().count("resume: going on from") == 2
+    found = logged(out)
+    assert found.keys() == expected.keys() and len(expected) > 8
+    for step, figures in expected.items():
+        assert found[step] == pytest.approx(figures, rel=1e-5, abs=1e-6), step
+    ids, of_whole = read_sample_log(out), read_sample_log(whole)
+    assert {step: sorted(names) for step, names in ids.items()} == {s: sorted(n) for s, n in of_whole.items()}
+    ends = [load_packing_state(folder / f"checkpoint-{len(expected)}")["objective"] for folder in (whole, out)]
+    assert ends[0]["rewards"] == pytest.approx(ends[1]["rewards"], rel=1e-6)
+    total, count = ends[0]["rewards"]
+    assert count == 2 * 2 * PAIRS and total != 0
