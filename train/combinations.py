@@ -42,6 +42,10 @@ def _changed(name: str, default: Any) -> Callable[[Mapping[str, Any]], bool]:
     return lambda o: o[name] != default
 
 
+def _is_ring(o: Mapping[str, Any]) -> bool:
+    return o["sequence_parallel_size"] > 1 and o["sequence_parallel_mode"] == "ring"
+
+
 def _share(o: Mapping[str, Any], name: str) -> int:
     total = getattr(PackingConfig, name) if o[name] is None else o[name]  # the model may have another default
     return total // max(1, o["per_device_train_batch_size"])
@@ -60,6 +64,11 @@ RULES: tuple[Rule, ...] = (
         lambda o: o["objective"] in ("dpo", "mpo") and o["loss_reduction"] != "token",
         "--loss_reduction {loss_reduction} with --objective {objective}: all pairs count alike, and "
         "all tokens of chosen answers; leave it out",
+    ),
+    Rule(
+        (*PACKED_WAYS, PADDED),
+        lambda o: (o["objective"] in ("dpo", "mpo") or o["share_prefix"]) and _is_ring(o),
+        "prefix trees with --sequence_parallel_mode ring: use ulysses",
     ),
     Rule(
         (IN_BATCH,),

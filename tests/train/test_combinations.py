@@ -28,7 +28,10 @@ DEFAULTS = {
     "strict_mode": False,
     "pad_seq_to_mult": 1,
     "pad_cu_seqlens_to": None,
+    "sequence_parallel_size": 1,
+    "sequence_parallel_mode": "ulysses",
 }
+RING = {"sequence_parallel_size": 2, "sequence_parallel_mode": "ring"}
 TWO = {"per_device_train_batch_size": 2}
 COMBINATIONS = [
     ("in_batch", {}, "--per_device_train_batch_size 1: a row of one sample is not packed"),
@@ -57,6 +60,10 @@ COMBINATIONS = [
     ("padded", {"strict_mode": True}, None),
     ("stream", {"objective": "dpo", "loss_reduction": "square"}, "--loss_reduction square with --objective dpo"),
     ("stream", {"objective": "dpo"}, None),
+    ("stream", {"objective": "mpo"} | RING, "prefix trees with --sequence_parallel_mode ring: use ulysses"),
+    ("preset", {"preset_path": "p", "share_prefix": True} | RING, "prefix trees with --sequence_parallel_mode ring"),
+    ("stream", {"objective": "mpo", "sequence_parallel_size": 2}, None),
+    ("stream", RING, None),
     ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --strict_mode True"),
     ("stream", {"pad_cu_seqlens_to": 65, "strict_mode": True}, None),
     ("stream", {"pad_seq_to_mult": 3, "strict_mode": True}, "--max_packed_tokens 8192 is no multiple"),
