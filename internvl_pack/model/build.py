@@ -135,6 +135,7 @@ def build_model(
         use_backbone_lora=use_backbone_lora,
         use_llm_lora=use_llm_lora,
     )
+    packed.model.train(packed.training)  # what was put in, stochastic depth and LoRA, is in the same mode
     packed.head.loss_kernel = select_loss_kernel(
         "torch" if compile and loss_kernel == "auto" else loss_kernel, device, compute_dtype or dtype
     )

@@ -44,7 +44,7 @@ def open_source(spec: DatasetSpec) -> Source:
     if spec.length is not None and spec.length != len(source):
         source.warnings = (
             *source.warnings,
-            f"{spec.meta_file or 'meta file'}: 'length' says {spec.length}, there are {count(len(source), 'rows')}; "
+            f"{spec.meta_file or 'meta file'}: 'length' says {spec.length}, it has {count(len(source), 'rows')}; "
             "the real count is used",
         )
     source.log_warnings()

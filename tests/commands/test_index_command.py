@@ -51,7 +51,7 @@ def test_one_index_lies_beside_each_file_and_is_used(folder, capsys):
         f"{n}{SUFFIX}" for n in ("a.jsonl", "empty.jsonl", "s-0.tar", "s-1.tar", "s-2.tar")
     }
     output = capsys.readouterr()
-    assert "indexed 2015 samples in 5 files" in output.out
+    assert "indexed 2,015 samples in 5 files" in output.out
     assert output.err == ""  # no bar where no terminal is
     sources = [open_source(spec) for spec in load_meta(folder / "meta.json")]
     assert [len(source) for source in sources] == [2000, 2000, 0, 15]
@@ -79,7 +79,7 @@ def test_current_indexes_are_left_and_stale_ones_renewed(folder, capsys):
         file.write(b"{}\n")
     capsys.readouterr()
     run(folder, "--workers", "0")
-    assert "indexed 2001 samples in 1 files" in capsys.readouterr().out
+    assert "indexed 2,001 samples in 1 file," in capsys.readouterr().out
     changed = [path.name for path, inode in before.items() if os.stat(path).st_ino != inode]
     assert changed == ["a.jsonl" + SUFFIX]
 

@@ -172,7 +172,7 @@ def test_a_sample_that_cannot_be_read_is_named_counted_and_left_out(tmp_path, ca
     for number, reason in ((2, "image_missing"), (3, "invalid_json"), (4, "image_empty"), (5, "image_field")):
         assert any(f"rows.jsonl:line {number}" in line and reason in line for line in out.splitlines())
         assert f"1 {reason}" in out
-    assert "2 samples in 1 shards" in out
+    assert "2 samples in 1 shard" in out
     (after,) = opened(tmp_path / "out.json")
     assert [after.sample_id(row) for row in range(len(after))] == ["d/out-000000/0", "d/out-000000/5"]
 

@@ -183,7 +183,7 @@ def test_pretrain_texts_that_cannot_be_used(tokenizer, turns, reason):
 
 
 def test_preference_data_is_refused_by_name(tokenizer):
-    with pytest.raises(SampleError, match="for MPO and DPO") as caught:
+    with pytest.raises(SampleError, match="with --objective dpo or mpo") as caught:
         encoded(tokenizer, "internvl2_5", None, question="Which?", chosen="This.", rejected="That.")
     assert caught.value.reason == "preference_data"
 

@@ -255,6 +255,7 @@ def test_stochastic_depth_grows_along_the_tower_and_rests_in_evaluation(checkpoi
     from internvl_pack.model.vision.drop_path import DropPath
 
     plain, deep = build(checkpoint, tokenizer), build(checkpoint, tokenizer, drop_path_rate=0.5)
+    assert {module.training for module in deep.model.modules()} == {False}, "as loaded, with what was put in"
     assert deep.state_dict().keys() == plain.state_dict().keys()
     found = [1 - module.keep.item() for module in deep.modules() if isinstance(module, DropPath)]
     assert found == [0.0, 0.0, 0.5, 0.5], "two layers of two branches"

@@ -215,7 +215,7 @@ def test_a_wrong_length_is_warned_of_and_the_real_count_used(folder, caplog):
         source = open_source(spec)
     assert len(source) == 1
     assert len(source.warnings) == 1
-    for word in ("set a", "meta.json", "'length'", "999", "1 rows"):
+    for word in ("set a", "meta.json", "'length'", "999", "it has 1 row;"):
         assert word in caplog.text
 
 
