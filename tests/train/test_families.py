@@ -51,7 +51,9 @@ def alone(made, tmp_path_factory):
     return out, train(made, out, *PACKED, "--grad_checkpoint", "False")
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("made", "zero"), [("qwen3_vl", 2), *((family, 3) for family in STATISTICS)], indirect=["made"]
+)
 def test_zero_on_two_ranks_trains_what_one_rank_trains(made, alone, tmp_path, zero):
     """Rows of text alone are among them, and activations are computed again."""
     found = train(made, tmp_path / "run", *PACKED, "--deepspeed", f"zero_stage{zero}", ranks=2)
@@ -65,6 +67,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(made, alone, tmp_path):
     assert found == pytest.approx(alone[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("made", ["qwen3_vl"], indirect=True)
 def test_packed_samples_train_as_the_same_ones_padded(made, tmp_path):
     batches = ("--per_device_train_batch_size", "4", "--max_packed_tokens", "2048", "--max_seq_length", "512")
     packed = train(made, tmp_path / "packed", "--packing", "in_batch", *batches)
@@ -83,6 +86,7 @@ def test_what_is_saved_loads_and_prepares_pictures_as_they_were_trained(made, al
     assert (content["image_mean"], content["image_std"]) == tuple(map(list, STATISTICS[family]))
 
 
+@pytest.mark.parametrize("made", ["qwen2_5_vl"], indirect=True)
 def test_lora_and_frozen_parts_train(made, tmp_path):
     adapted = train(made, tmp_path / "lora", *PACKED, "--use_backbone_lora", "2", "--use_llm_lora", "2")
     frozen = train(made, tmp_path / "frozen", *PACKED, "--freeze_backbone", "True", "--freeze_mlp", "True")
