@@ -2,6 +2,7 @@
 # Settings shared by the launchers in this folder. Source it, then call `finetune_arguments`.
 #
 #   STAGE   stage1 | stage1.5 | stage2   which parts train and how (as in InternVL2.5 and InternVL3)
+#           mpo | dpo                    on pairs of answers, after these (docs/preference.md)
 #   MODEL   checkpoint folder or hub name (native format)          META   meta file of the data
 #   OUTPUT_DIR   where checkpoints go; a run that finds one there goes on from it
 #   MAX_PACKED_TOKENS, NUM_IMAGES_EXPECTED   budgets of a row: 16384/48 fits one 80 GB GPU with checkpointing
@@ -42,7 +43,8 @@ finetune_arguments() {
     stage1) parts=(--freeze_llm True --freeze_backbone True --freeze_mlp False --learning_rate 2e-4 --weight_decay 0.05) ;;
     stage1.5) parts=(--freeze_llm True --freeze_backbone False --freeze_mlp False --learning_rate 1e-5 --weight_decay 0.05) ;;
     stage2) parts=(--freeze_llm False --freeze_backbone False --freeze_mlp False --learning_rate 4e-5 --weight_decay 0.01) ;;
-    *) die "STAGE=$STAGE is unknown: use stage1, stage1.5 or stage2" ;;
+    mpo | dpo) parts=(--objective "$STAGE" --freeze_llm False --freeze_backbone False --freeze_mlp False --learning_rate 2e-7 --weight_decay 0.05) ;;
+    *) die "STAGE=$STAGE is unknown: use stage1, stage1.5, stage2, mpo or dpo" ;;
   esac
   ARGUMENTS=(
     --model_name_or_path "$MODEL" --meta_path "$META" --output_dir "$OUTPUT_DIR" "${parts[@]}"

@@ -15,6 +15,8 @@ import pytest
 from helpers.launched import launcher_settings, made_in
 
 from train.environment import free_port
+from train.options import parse
+from train.preference import objective_of
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +171,21 @@ def test_gpus_that_share_a_row_leave_the_packs_of_a_step_what_they_were(world, s
     done = subprocess.run(["bash", "-euc", code], env=env, capture_output=True, text=True, timeout=20, check=True)
     assert f"--gradient_accumulation_steps {accumulation} " in done.stdout
     assert f"--sequence_parallel_size {size} --sequence_parallel_mode ring" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("stage", "objective"), [("stage1", "sft"), ("stage1.5", "sft"), ("stage2", "sft"), ("mpo", "mpo"), ("dpo", "dpo")]
+)
+def test_each_stage_is_options_that_go_together(stage, objective):
+    code = (
+        f'. "{ROOT}/shell/lib.sh"; . "{ROOT}/shell/recipe.sh"; finetune_arguments 1; printf "%s\\n" "${{ARGUMENTS[@]}}"'
+    )
+    env = {**os.environ, "STAGE": stage, "DEEPSPEED": ""}
+    done = subprocess.run(["bash", "-euc", code], env=env, capture_output=True, text=True, timeout=20, check=True)
+    words = done.stdout.split("\n")[:-1]
+    place = words.index("--deepspeed")
+    _, data_args, args = parse([*words[:place], *words[place + 2 :], "--use_cpu", "True"])
+    assert objective_of(data_args.objective, args) == objective
 
 
 def test_a_failing_run_keeps_its_exit_status_through_the_log(made, tmp_path):
