@@ -1,4 +1,4 @@
-"""`--fp8` in training: ZeRO 1, 2 and 3 in two processes, ordinary checkpoints, and going on with and without it."""
+"""`--fp8` in training: ZeRO 1 and 3 in two processes, ordinary checkpoints, and going on with and without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 COMMON = {"max_steps": 3, "logging_steps": 1, "bf16": True, "learning_rate": 1e-3, "check_isolation": True}
 FP8 = COMMON | {"fp8": "rowwise"}
-RUNS = {f"zero{stage}": FP8 | {"deepspeed": f"zero_stage{stage}"} for stage in (1, 2, 3)}
+RUNS = {f"zero{stage}": FP8 | {"deepspeed": f"zero_stage{stage}"} for stage in (1, 3)}
 RUNS["without"] = COMMON | {"deepspeed": "zero_stage1"}
 RUNS["compiled"] = RUNS["zero1"] | {"compile": True}
 
@@ -33,7 +33,7 @@ def ranks(tmp_path_factory, tokenizer) -> tuple[Path, dict[str, list[dict]]]:
     return folder, run_ranks(folder, RUNS)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "compiled"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "compiled"])
 def test_losses_are_near_those_without_it_and_no_sharding_changes_them(name, ranks):
     losses = {run: torch.tensor(seen[0]["losses"]) for run, seen in ranks[1].items()}
     assert len(losses[name]) == 3
@@ -42,7 +42,7 @@ def test_losses_are_near_those_without_it_and_no_sharding_changes_them(name, ran
     torch.testing.assert_close(losses[name], losses["zero1"], rtol=2e-3, atol=0)  # of bfloat16's rounding
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
+@pytest.mark.parametrize("name", ["zero1"])
 def test_what_is_saved_is_what_is_saved_without_it(name, ranks):
     def described(run: str) -> dict[str, tuple]:
         with safe_open(ranks[0] / run / "model.safetensors", framework="pt") as file:
