@@ -25,7 +25,6 @@ ZERO1, ZERO2, ZERO3 = ({"deepspeed": f"zero_stage{stage}"} for stage in (1, 2, 3
 COMPILED = {"compile": True}
 RUNS = {
     "zero1": ZERO1,
-    "zero1 compiled": ZERO1 | COMPILED | FEW,
     "zero2 compiled": ZERO2 | COMPILED | FEW,
     "zero3": ZERO3 | {"grad_checkpoint": True},
     "zero3 compiled": ZERO3 | COMPILED | {"grad_checkpoint": True, "save_strategy": "steps", "save_steps": SAVED},
