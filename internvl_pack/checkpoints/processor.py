@@ -21,6 +21,7 @@ from .internvl_format_files import config_of
 from .tokenizers import name_image_tokens
 
 PREPROCESSOR, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+BOUNDS = ("size", "min_pixels", "max_pixels")  # of pictures, in files of one age or another
 CHAT_TEMPLATE, OLDER_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _BICUBIC = 3  # PIL's number
@@ -62,7 +63,9 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
             path = folder / name
             copied = any(file.name == name for file in files)
             kept = json.loads(path.read_text(encoding="utf-8")) if copied else {}
-            path.write_text(json.dumps(content | kept | bounds_of(content), indent=2) + "\n", encoding="utf-8")
+            if "size" in content:  # as in training, whatever the base says
+                kept = {key: value for key, value in kept.items() if key not in BOUNDS}
+            path.write_text(json.dumps(content | kept, indent=2) + "\n", encoding="utf-8")
         return
     if files:
         return
@@ -72,11 +75,6 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
     jinja = getattr(make_template(encode.conv_style, tokenizer), "jinja", None)
     if jinja is not None:  # other formats leave the tokenizer's own
         (folder / CHAT_TEMPLATE).write_text(jinja(), encoding="utf-8")
-
-
-def bounds_of(content: dict[str, Any]) -> dict[str, Any]:
-    """What a made file says of pictures' sizes: as they were in training, whatever a base's file says."""
-    return {name: content[name] for name in ("size",) if name in content}
 
 
 def made_files(encode: EncodeConfig) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
-from internvl_pack import PackedDataset, PackingConfig, build_loader
-from internvl_pack.checkpoints.processor import PREPROCESSOR, PROCESSOR, VIDEO
+from internvl_pack import EncodeConfig, PackedDataset, PackingConfig, build_loader
+from internvl_pack.checkpoints.processor import PREPROCESSOR, PROCESSOR, VIDEO, save_processor
 from internvl_pack.encode.formats import make_template
 from internvl_pack.model.build import build_model
 from internvl_pack.model.images import normalize_tiles
@@ -124,3 +124,22 @@ def test_a_chat_format_renders_as_it_is_trained(style, tokenizer):
         part.value if part.kind == "text" else tokenizer.decode(part.value) for part in parts if part.kind != "end"
     ]
     assert written == "".join(texts)
+
+
+def test_bounds_of_pictures_are_those_of_training_whatever_the_base_says(tmp_path):
+    """Files of published Qwen2.5-VL have min_pixels and max_pixels, which would overrule `size`."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    base, out = tmp_path / "base", tmp_path / "out"
+    for folder in (base, out):
+        folder.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    bounds = {"min_pixels": 3136, "max_pixels": 12845056}
+    (base / PREPROCESSOR).write_text(json.dumps({"patch_size": 14, "merge_size": 2, "resample": 2, **bounds}))
+    encode = EncodeConfig(family="qwen2_5_vl", image_size=28, tokens_per_tile=1, min_pixels=4096, max_pixels=50176)
+    save_processor(out, str(base), None, encode, 0)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(out)
+    assert processor.size["shortest_edge"] == 4096 and processor.size["longest_edge"] == 50176
+    assert processor.resample == 2, "what else the base says is kept"
+    (grid,) = processor(images=[Image.new("RGB", (800, 600))], return_tensors="pt")["image_grid_thw"].tolist()
+    assert grid[1] * grid[2] * 14**2 <= 50176
