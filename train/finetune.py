@@ -16,17 +16,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     __package__ = "train"
-
-if find_spec("torchao"):  # transformers imports it, and it tells of each of its own kernels that does not load
-    for _name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(_name).setLevel(logging.ERROR)
+    import_module("train")  # before transformers: it keeps quiet what that imports
 
 import torch
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 if not __package__:  # run as a file: find the packages without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    import_module("train")  # before transformers: it keeps quiet what that imports
 
 from internvl_pack.errors import UserError
 from internvl_pack.testing.tiny import FAMILIES, LANGUAGE_MODELS
