@@ -67,3 +67,21 @@ ensure_python() {
     printf '%s' "$key" >"$venv/.installed"
   ) 9>"${venv%/}.lock"
 }
+
+# Environment of a run that trains a tiny model here; sets $ranks, $width and the array device, finetune.py's options.
+prepare_quickstart() {
+  export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+  local gpus
+  gpus="$(count_gpus)"
+  if [ "$gpus" -gt 0 ]; then
+    ranks=$((gpus < 2 ? gpus : 2))
+    device=(--bf16 True)
+    width=256 # heads of 64, which every attention kernel takes
+  else
+    ranks=2
+    device=(--use_cpu True)
+    width=128
+    export DS_ACCELERATOR=cpu
+  fi
+}

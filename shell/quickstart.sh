@@ -31,21 +31,7 @@ cd "$ROOT"
 WORK_DIR="${WORK_DIR:-work_dirs/quickstart}"
 WORKERS="${WORKERS:-3}"
 META="shell/data/quickstart.json"
-export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-
-gpus="$(count_gpus)"
-if [ "$gpus" -gt 0 ]; then
-  ranks=$((gpus < 2 ? gpus : 2))
-  device=(--bf16 True)
-  width=256 # heads of 64, which every attention kernel takes
-else
-  ranks=2
-  device=(--use_cpu True)
-  width=128
-  export DS_ACCELERATOR=cpu
-fi
-
+prepare_quickstart
 mkdir -p "$WORK_DIR"
 rm -rf "$WORK_DIR/packed" "$WORK_DIR/padded"
 say "tiny model -> $WORK_DIR/tiny"

@@ -19,21 +19,7 @@ ensure_python
 cd "$ROOT"
 WORK_DIR="${WORK_DIR:-work_dirs/quickstart_mpo}"
 META="$WORK_DIR/pairs.json"
-export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-
-gpus="$(count_gpus)"
-if [ "$gpus" -gt 0 ]; then
-  ranks=$((gpus < 2 ? gpus : 2))
-  device=(--bf16 True)
-  width=256 # heads of 64, which every attention kernel takes
-else
-  ranks=2
-  device=(--use_cpu True)
-  width=128
-  export DS_ACCELERATOR=cpu
-fi
-
+prepare_quickstart
 mkdir -p "$WORK_DIR"
 rm -rf "$WORK_DIR/mpo"
 say "pairs -> $META, tiny model -> $WORK_DIR/tiny"
