@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check import Table, versions
-from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn, to_device
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
@@ -198,15 +198,6 @@ def make_batches(groups: list[list[Sample]], core: PackedModel, pixels: torch.Te
             batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         batches.append(batch)
     return batches
-
-
-def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        k: v.to(device, non_blocking=True)
-        if isinstance(v, torch.Tensor) and k not in ("cu_seqlens", "prefix_of")
-        else v
-        for k, v in batch.items()
-    }
 
 
 # --- ways -----------------------------------------------------------------------------------------

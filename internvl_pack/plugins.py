@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .errors import UserError
@@ -35,6 +35,13 @@ def load_plugins() -> None:
             raise UserError(
                 f"{VARIABLE}: there is no module {name!r}: add its folder to PYTHONPATH or install it"
             ) from None
+
+
+def find_in(registry: Mapping[str, _Factory], name: str | None) -> _Factory | None:
+    """The factory of this name, those of plugins included; None where there is none."""
+    if name is not None and name not in registry:
+        load_plugins()
+    return registry.get(name or "")
 
 
 def add_to(registry: dict[str, Any], what: str, name: str, factory: _Factory) -> _Factory:

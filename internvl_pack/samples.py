@@ -14,7 +14,6 @@ from .encode.joined import JoinedSource
 from .encode.sample import EncodeConfig, Encoded, Encoder, Outline
 from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart
-from .packing.budget import Room
 from .records import Fragment
 from .sources import DatasetSpec, Source, load_meta, open_source
 
@@ -63,20 +62,25 @@ class Samples:
         """Of the entries of a meta file."""
         return cls(tuple(open_source(spec) for spec in specs), tuple(specs), encoder)
 
-    def joined(self, room: Room, folder: Path | None) -> Samples:
-        """With neighbouring rows that begin alike joined to trees, up to a sample of this room; see encode/joined.py.
+    def joined(self, config: PackingConfig, folder: Path | None) -> Samples:
+        """With `share_prefix` neighbouring rows that begin alike joined to trees; without it as they are.
 
-        Every record is read once, unless an earlier run kept what it found in `folder`; None keeps nothing.
+        Every record is read once, unless an earlier run kept what it found in `folder`; None keeps nothing. The rules
+        are in encode/joined.py.
 
         Raises:
             UserError: the objective is of pairs, which are trees already.
         """
+        if not config.share_prefix:
+            return self
         if self.encoder.config.objective != "sft":
             raise UserError(
                 f"share_prefix with objective {self.encoder.config.objective!r}: pairs are trees already, leave it out"
             )
         sources = (
-            source if isinstance(source, JoinedSource) else JoinedSource(source, spec, self.encoder, room, folder)
+            source
+            if isinstance(source, JoinedSource)
+            else JoinedSource(source, spec, self.encoder, config.room, folder)
             for source, spec in zip(self.sources, self.specs, strict=True)
         )
         return replace(self, sources=tuple(sources))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch.collate import packed_collate_fn
+from .batch.collate import packed_collate_fn, to_device
 from .batch.loss_weights import IGNORE_INDEX
 from .batch.row import PackRow, Segment
 from .records import Branch
@@ -66,13 +66,11 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     """
     if getattr(model, "sequence_group", None) is not None:
         raise ValueError("log-probabilities of branches are of whole rows: the model shares them over a sequence group")
-    batch = dict(trees) if isinstance(trees, Mapping) else tree_batch(trees)
+    batch: Mapping[str, Any] = trees if isinstance(trees, Mapping) else tree_batch(trees)
     if "cu_seqlens" not in batch:
         raise ValueError("the batch is padded: log-probabilities of branches are of packed rows (cu_seqlens)")
     device = next(model.parameters()).device
-    on_host = ("cu_seqlens", "prefix_of")  # which the model checks without waiting for the device
-    batch |= {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k not in on_host}
-    out = model(**batch, return_logprobs=True)
+    out = model(**to_device(batch, device), return_logprobs=True)
     bounds = batch["cu_seqlens"]
     none = torch.full((len(bounds) - 1,), -1, dtype=torch.int32)
     is_branch = (batch.get("prefix_of", none) >= 0).tolist()

@@ -113,7 +113,7 @@ class PairObjective(TrainerCallback):
 
     def begin_step(self, num_pairs: float, num_chosen_tokens: float) -> None:
         """A step with so many pairs and chosen tokens, each over the ranks that gradients are averaged over."""
-        self._counts = (max(num_pairs, 1e-9), max(num_chosen_tokens, 1e-9))  # a step without pairs has a loss of 0
+        self._counts = (num_pairs, num_chosen_tokens)
         self._step = {}
 
     def of(self, model: Any, inputs: Batch) -> tuple[Tensor, PackedOutput]:

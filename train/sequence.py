@@ -13,7 +13,7 @@ from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import Kernel, select_kernel
-from internvl_pack.model.towers import check_native_options
+from internvl_pack.model.towers import find_tower
 from internvl_pack.parallel.checks import (
     RING_KERNELS,
     check_budget,
@@ -21,6 +21,7 @@ from internvl_pack.parallel.checks import (
     check_heads,
     check_kernel,
     check_packed,
+    check_pictures,
     token_multiple,
 )
 from internvl_pack.plan.preset import Preset
@@ -45,7 +46,7 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
         return
     check_fp8(model_args.fp8, size)
     model_type = config_of(model_args.model_name_or_path).get("model_type")
-    check_native_options(model_type, sequence_parallel_size=size)
+    check_pictures(find_tower(model_type), model_type, size)
     check_packed(data_args.use_packed_ds, size)
     check_budget(data_args.max_packed_tokens, size, mode, given_multiple(data_args))
     heads = attention_heads(model_args)

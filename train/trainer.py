@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 
+from internvl_pack.batch.collate import ON_HOST, to_device
 from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
 from internvl_pack.model.packed import PackedModel
@@ -289,15 +290,10 @@ class PackTrainer(ResumableTrainer):
         group = self.packed_model.sequence_group
         # Boundaries stay on the host, where the model checks them without waiting for the device, and so do pixels of
         # a shared row: each rank takes its tiles there.
-        on_host = ("cu_seqlens", "cu_seqlens_padded", "prefix_of") + (() if group is None else ("pixel_values",))
+        on_host = ON_HOST if group is None else (*ON_HOST, "pixel_values")
         more = {} if group is None else {"num_slice_loss_tokens": count_slice_targets(inputs, group)}
-        return more | {
-            key: value.to(self.args.device, non_blocking=True)
-            if isinstance(value, torch.Tensor) and key not in on_host
-            else value
-            for key, value in inputs.items()
-            if key in (MODEL_KEYS if self.objective is None else (*MODEL_KEYS, *PAIR_KEYS))
-        }
+        keys = MODEL_KEYS if self.objective is None else (*MODEL_KEYS, *PAIR_KEYS)
+        return more | to_device({k: v for k, v in inputs.items() if k in keys}, self.args.device, on_host)
 
     def compute_loss(
         self,

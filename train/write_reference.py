@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from internvl_pack.batch.collate import to_device
 from internvl_pack.errors import UserError
 from internvl_pack.model.loss.preference import branch_sums
 from internvl_pack.model.packed import PackedModel
@@ -104,12 +105,7 @@ def write_rows(model: PackedModel, loader: PackLoader, part: Path, known: set[by
             new = [place for place, key in enumerate(keys) if key and key not in known]
             if not new:
                 continue
-            on_host = ("cu_seqlens", "prefix_of")
-            inputs = {
-                name: value.to(model.device) if isinstance(value, torch.Tensor) and name not in on_host else value
-                for name, value in batch.items()
-            }
-            outputs = model(**inputs, return_logprobs=True)
+            outputs = model(**to_device(batch, model.device), return_logprobs=True)
             sums, _ = branch_sums(outputs.target_logprobs, outputs.target_positions, batch["cu_seqlens"])
             values = sums.tolist()
             file.write(np.array([(keys[place], values[place]) for place in new], dtype=RECORD).tobytes())

@@ -21,7 +21,7 @@ A tree's prefix and branches are segments of their own. One with a prefix of 4 t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -180,6 +180,18 @@ def packed_collate_fn(
         keys = [key for s in segments for key in _keys(s)]
         batch["branch_keys"] = keys + [""] * (len(lengths) - len(keys))
     return batch
+
+
+# Of a packed batch what the model checks without waiting for the device.
+ON_HOST = ("cu_seqlens", "cu_seqlens_padded", "prefix_of")
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device, on_host: Sequence[str] = ON_HOST) -> dict[str, Any]:
+    """The batch with its tensors on the device, but for those that stay on the host."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) and name not in on_host else value
+        for name, value in batch.items()
+    }
 
 
 def padded_collate_fn(

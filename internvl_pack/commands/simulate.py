@@ -114,7 +114,8 @@ def _holds_lengths(name: str) -> bool:
     if not os.path.isfile(name):
         return os.path.exists(name) and not os.path.isdir(name)
     with contextlib.suppress(OSError), open(name, "rb") as file:
-        return b"num_tokens" in file.readline(1000) and not file.seek(0) and file.read(1) not in (b"{", b"[")
+        head = file.readline(1000)
+        return b"num_tokens" in head and not head.startswith((b"{", b"["))
     return False
 
 
@@ -125,9 +126,7 @@ def _surveyed(args: argparse.Namespace, config: PackingConfig) -> tuple[LengthTa
             f"{args.lengths} holds no lengths but data, whose texts are counted with a tokenizer: give --tokenizer PATH"
         )
     args.meta = args.lengths
-    samples = open_samples(args)
-    if config.share_prefix:
-        samples = samples.joined(config.room, root_of(None))
+    samples = open_samples(args).joined(config, root_of(None))
     samples.check_some(samples.num_rows)
     room = config.room
     if getattr(args, "suggest", False):  # budgets of the grid are smaller

@@ -12,9 +12,6 @@ from ..errors import UserError
 HELP = "Fine-tune a model; options as train/finetune.py's, and --nproc N: processes of this machine, one a GPU."
 
 
-PROGRAM = "internvl-pack train"
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """The one option that is not of the run."""
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of this machine (default: 1)")

@@ -435,7 +435,9 @@ class Encoder:
         if begin < 1 or is_image[begin:].any() or any(one.images != first.images for one in alone):
             raise SampleError("answers", "the answers do not begin with the same prompt and images")
         branches = tuple(
-            Branch(len(one.input_ids) - begin, one.record.num_loss_tokens, *answer[1:])
+            Branch(
+                len(one.input_ids) - begin, one.record.num_loss_tokens, answer.weight, answer.reward, answer.sample_id
+            )
             for one, (_, answer) in zip(alone, outline.answers, strict=True)
         )
         input_ids = np.concatenate([first.input_ids[:begin], *(one.input_ids[begin:] for one in alone)])

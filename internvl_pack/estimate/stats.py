@@ -277,8 +277,7 @@ def gather(
     Raises:
         UserError: reading cannot continue, or a worker was killed.
     """
-    if config.share_prefix:
-        samples = samples.joined(config.room, root)
+    samples = samples.joined(config, root)
     mixture = samples.mixture(config, 0)
     samples.check_some(len(mixture))
     survey = Survey(samples, config.room, root)

@@ -82,17 +82,17 @@ class Sizes:
         mlp = FeedForward.of(text)
         head = text.get("head_dim") or h // heads
         queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
-        w, patches = tower.width, tower.rows
+        w = tower.width
         widest = mlp.active * (2 * h + 2 * mlp.inner) if mlp.sparse else 2 * mlp.width
-        embedded = tower.pixels * w // (tower.rows - ("spatial_merge_size" not in vision))
+        embedded = tower.pixels // tower.patches * w
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", h < SMALLEST_UNTIED))
         return cls(
             vision_layers=tower.layers,
             decoder_layers=layers * (2 * h * queries + 2 * h * keys) + h * mlp.rows(mlp.experts),
             rest=vocabulary * h * (1 if tied else 2) + tower.projector + embedded + tower.positions * w,
             depths=(tower.depth, layers),
-            kept=(HALF * patches * (8 * w + 2 * tower.inner), HALF * (4 * h + 2 * keys + widest)),
-            inputs=(HALF * patches * w, HALF * h),
+            kept=(HALF * tower.rows * (8 * w + 2 * tower.inner), HALF * (4 * h + 2 * keys + widest)),
+            inputs=(HALF * tower.rows * w, HALF * h),
             uncompiled=(UNCOMPILED, UNCOMPILED_EXPERTS if mlp.sparse else UNCOMPILED),
             vocabulary=vocabulary,
             width=h,

@@ -177,7 +177,8 @@ class VisionSide:
         width, depth: of the tower, and how many layers it has.
         layers: elements of the matrices of all layers.
         inner: width of a layer's MLP, of all its matrices that read the tower's width.
-        rows: patches of a tile, with the class token where there is one.
+        patches: of a tile.
+        rows: patches and the class token, where there is one.
         pixels: elements of a tile that its patches are made of.
         seen: patches that a patch sees, summed over the layers.
         tokens: of a tile.
@@ -189,6 +190,7 @@ class VisionSide:
     depth: int
     layers: int
     inner: int
+    patches: int
     rows: int
     pixels: int
     seen: int
@@ -215,6 +217,7 @@ class VisionSide:
                 depth=depth,
                 layers=depth * (4 * width * width + 2 * width * inner),
                 inner=inner,
+                patches=side * side,
                 rows=side * side + 1,
                 pixels=side * side * 3 * patch * patch,
                 seen=depth * (side * side + 1),
@@ -237,6 +240,7 @@ class VisionSide:
             depth=depth,
             layers=depth * (4 * width * width + width * (inner + gates)),
             inner=inner,
+            patches=merge**2,
             rows=merge**2,
             pixels=merge**2 * 3 * int(vision.get("temporal_patch_size", 2)) * patch * patch,
             seen=full * PICTURE_PATCHES + (depth - full) * window,

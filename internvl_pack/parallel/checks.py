@@ -134,9 +134,13 @@ def check_fp8(recipe: str | None, sequence_parallel_size: int) -> None:
         )
 
 
-def check_pictures(tower: Any, model_type: str, sequence_parallel_size: int) -> None:
-    """Refuse pictures of native resolution, which are not shared out among ranks."""
-    if tower is not None and tower.grid_positions:
+def check_pictures(tower: Any, model_type: str | None, sequence_parallel_size: int) -> None:
+    """Refuse pictures of native resolution, which are not shared out among ranks.
+
+    Args:
+        tower: of the model, or what makes it; None without.
+    """
+    if getattr(tower, "grid_positions", False):
         raise UserError(
             f"--sequence_parallel_size {sequence_parallel_size} does not go with a {model_type!r} model yet: leave it "
             "out"

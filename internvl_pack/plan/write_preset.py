@@ -74,8 +74,7 @@ def plan_preset(
         raise UserError(f"--epochs {epochs}: give at least 1")
     assert policy is None or policy in OFFLINE_POLICIES, "the command knows the policies"
     check_budget(config, samples.encoder)
-    if config.share_prefix:
-        samples = samples.joined(config.room, root_of(config.survey_dir))
+    samples = samples.joined(config, root_of(config.survey_dir))
     out, progress = Path(out), progress or _use_up
     about = {"version": VERSION, "settings": plan_settings(config, policy), **data_facts(samples)}
     about["positions"] = [len(samples.mixture(config, epoch)) for epoch in range(epochs)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import UserError
-from ..plugins import VARIABLE, add_to, load_plugins
+from ..plugins import VARIABLE, add_to, find_in, load_plugins
 from .addresses import is_remote
 from .base import Source
 from .hf import open_saved_dataset
@@ -49,14 +49,12 @@ def open_registered(spec: DatasetSpec) -> Source:
     """
     assert spec.source is not None
     where = f"{spec.meta_file or 'meta file'}: dataset {spec.name!r}"
-    if spec.source not in _KINDS:
-        load_plugins()
-    if spec.source not in _KINDS:
+    factory = find_in(_KINDS, spec.source)
+    if factory is None:
         raise UserError(
             f"{where}: source {spec.source!r} is unknown (known: {', '.join(known_sources())}): name the module that "
             f"registers it in {VARIABLE}"
         )
-    factory = _KINDS[spec.source]
     options = dict(spec.options)
     for key in PATH_OPTIONS:
         if isinstance(path := options.get(key), str) and path and not is_remote(path):

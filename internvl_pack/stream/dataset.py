@@ -83,9 +83,7 @@ class PackedDataset(IterableDataset):
                 raise UserError("PackedDataset: give an encoder with the sources")
             samples = Samples.of(samples, encoder, specs)
         self.config = config or PackingConfig()
-        if self.config.share_prefix:
-            samples = samples.joined(self.config.room, root_of(self.config.survey_dir))
-        self.samples = samples
+        self.samples = samples.joined(self.config, root_of(self.config.survey_dir))
         self.rank = number_from_environment("RANK", 0) if rank is None else rank
         self.world_size = number_from_environment("WORLD_SIZE", 1) if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:

@@ -45,8 +45,7 @@ class PresetDataset(PackedDataset):
     ) -> None:
         self.preset = preset if isinstance(preset, Preset) else Preset(preset)
         config = self.preset.config(config)
-        if config.share_prefix:
-            samples = samples.joined(config.room, root_of(config.survey_dir))
+        samples = samples.joined(config, root_of(config.survey_dir))
         self.preset.check_fits(samples)
         super().__init__(samples, config=config, rank=rank, world_size=world_size)
         self.segment_source(0)  # refuses a preset that has no data either

@@ -10,14 +10,19 @@ import pytest
 from helpers.factory import TINY, write_shards
 from helpers.rows_alike import BAD, JOINED, ROWS, as_table, write
 
+from internvl_pack.config import PackingConfig
 from internvl_pack.encode.joined import MAX_ROWS, JoinedSource
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.errors import SampleError, UserError
-from internvl_pack.packing.budget import Room
 from internvl_pack.samples import Samples
 from internvl_pack.sources.hf import DatasetSource
 
-ROOM = Room(250, 16)
+
+def packing(tokens=250):
+    return PackingConfig(max_packed_tokens=tokens, num_images_expected=16, share_prefix=True)
+
+
+ROOM = packing()
 
 
 def opened(kind, tokenizer, folder, **changes) -> Samples:
@@ -66,7 +71,7 @@ def test_rows_are_joined_where_they_begin_alike(kind, tokenizer, tmp_path):
 def test_the_content_mark_says_which_rows_are_joined(tokenizer, tmp_path):
     samples = opened("jsonl", tokenizer, tmp_path)
     (plain,) = samples.sources
-    (one,), (again,), (other,) = (samples.joined(room, None).sources for room in (ROOM, ROOM, Room(4096, 16)))
+    (one,), (again,), (other,) = (samples.joined(room, None).sources for room in (ROOM, ROOM, packing(4096)))
     assert one.content == again.content == pickle.loads(pickle.dumps(one)).content
     assert len({plain.content, one.content, other.content}) == 3
     assert [17, 18, 19] in [rows[-3:] for rows in rows_of(other)]  # with room for the long one
@@ -94,7 +99,7 @@ def test_what_was_found_is_kept_and_damage_is_found_anew(tokenizer, tmp_path, mo
         patched.setattr("internvl_pack.encode.joined._starts", None)  # nobody looks again
         (again,) = samples.joined(ROOM, cache).sources
         assert rows_of(again) == rows_of(found) == JOINED and again.content == found.content
-        for other in ((Room(249, 16), {}), (ROOM, {"use_thumbnail": False})):
+        for other in ((packing(249), {}), (ROOM, {"use_thumbnail": False})):
             with pytest.raises(TypeError):
                 opened("jsonl", tokenizer, tmp_path / "data", **other[1]).joined(other[0], cache)
     whole = kept.read_bytes()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...errors import UserError
-from ...plugins import load_plugins
+from ...plugins import find_in
 from . import internvl, native
 from .base import FAMILIES, PictureFamily, register_family
 
@@ -35,6 +35,4 @@ def make_family(config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> Pic
 
 def find_family(model_type: str | None) -> Callable[..., PictureFamily] | None:
     """The factory registered under a `model_type`, those of plugins included; None where there is none."""
-    if model_type is not None and model_type not in FAMILIES:
-        load_plugins()
-    return FAMILIES.get(model_type or "")
+    return find_in(FAMILIES, model_type)

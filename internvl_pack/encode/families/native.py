@@ -88,9 +88,12 @@ class NativePictures(Bordered):
                 f"family {config.family!r} has tiles of one token: make its EncodeConfig by "
                 "checkpoints.encoding.encode_config from the checkpoint's config"
             )
-        low = self.MIN_PIXELS if config.min_pixels is None else config.min_pixels
-        high = self.MAX_PIXELS if config.max_pixels is None else config.max_pixels
-        self._rule = (config.image_size, low, high)
+        self._rule = (config.image_size, *self._bounds(config.min_pixels, config.max_pixels))
+
+    @classmethod
+    def _bounds(cls, low: int | None, high: int | None) -> tuple[int, int]:
+        """Of pixels, the family's where none are given."""
+        return cls.MIN_PIXELS if low is None else low, cls.MAX_PIXELS if high is None else high
 
     @classmethod
     def encoding(
@@ -116,19 +119,19 @@ class NativePictures(Bordered):
                 "leave it out, and bound their size by --min_pixels and --max_pixels"
             )
         vision = checkpoint["vision_config"]
+        low, high = cls._bounds(options.get("min_pixels"), options.get("max_pixels"))
         return {
             "family": family,
             "image_size": vision["patch_size"] * vision["spatial_merge_size"],
             "tokens_per_tile": 1,
-            "min_pixels": cls.MIN_PIXELS if options.get("min_pixels") is None else options["min_pixels"],
-            "max_pixels": cls.MAX_PIXELS if options.get("max_pixels") is None else options["max_pixels"],
+            "min_pixels": low,
+            "max_pixels": high,
         }
 
     @classmethod
     def processor_files(cls, config: EncodeConfig) -> dict[str, dict[str, Any]]:
         """Files by which transformers' processor prepares pictures as they were in training, by name."""
-        low = cls.MIN_PIXELS if config.min_pixels is None else config.min_pixels
-        high = cls.MAX_PIXELS if config.max_pixels is None else config.max_pixels
+        low, high = cls._bounds(config.min_pixels, config.max_pixels)
         mean, std = cls.STATISTICS
         image = {
             "image_processor_type": cls.IMAGE_PROCESSOR,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
-from ...plugins import load_plugins
+from ...plugins import find_in
 from . import internvl, native
 from .base import TOWERS, Features, Tower, register_tower
 
@@ -64,6 +64,4 @@ def check_native_options(model_type: str | None, **options: Any) -> None:
 
 def find_tower(model_type: str | None) -> Callable[..., Tower] | None:
     """The factory registered under a `model_type`, those of plugins included; None where there is none."""
-    if model_type is not None and model_type not in TOWERS:
-        load_plugins()
-    return TOWERS.get(model_type or "")
+    return find_in(TOWERS, model_type)
