@@ -14,6 +14,7 @@ from internvl_pack.errors import UserError
 from train.options import Parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "internvl-pack train"
 RUN = ["run.json", "--meta_path", "a.jsonl", "--nproc_x", "-1", "--bf16"]
 
 
@@ -34,7 +35,7 @@ def called(monkeypatch) -> list:
 
 def test_one_process_trains_here(called):
     assert main(["train", *RUN]) == 7
-    assert called == [("finetune", RUN, "internvl-pack train")]
+    assert called == [("finetune", RUN, PROGRAM)]
 
 
 def test_several_are_started_by_the_launcher(called):
@@ -46,15 +47,15 @@ def test_several_are_started_by_the_launcher(called):
 def test_a_process_that_torchrun_started_trains_itself(called, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--nproc", "4", *RUN]) == 7
-    assert called == [("finetune", RUN, "internvl-pack train")]
+    assert called == [("finetune", RUN, PROGRAM)]
 
 
 def test_help_and_mistakes_name_the_command(called):
-    shown = Parser(train.PROGRAM).format_help()
+    shown = Parser(PROGRAM).format_help()
     assert shown.startswith("usage: internvl-pack train [--nproc N] [FILE.json|FILE.yaml]")
     assert "finetune.py" not in shown
     with pytest.raises(UserError, match="unknown option '--hepl': internvl-pack train --help lists them all"):
-        parse(["--hepl"], train.PROGRAM)
+        parse(["--hepl"], PROGRAM)
 
 
 def test_no_process_is_refused(called, capsys):

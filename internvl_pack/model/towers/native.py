@@ -32,7 +32,6 @@ class NativeTower:
     """
 
     STATISTICS: tuple[tuple[float, float, float], tuple[float, float, float]]
-    LORA_TARGETS: tuple[str, ...]
 
     image_token = "<|image_pad|>"
     projector = ("merger", "deepstack_merger_list")  # modules after the tower's own
@@ -66,10 +65,6 @@ class NativeTower:
     @property
     def layers(self) -> nn.ModuleList:
         return self._visual.blocks
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        return self.LORA_TARGETS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +148,7 @@ class Glm4vTower(NativeTower):
     """Positions by a table that is resampled on the device."""
 
     STATISTICS = CLIP
-    LORA_TARGETS = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
     image_token = "<|image|>"
     projector = ("downsample", "merger")
 
@@ -163,7 +158,7 @@ class Qwen25Tower(NativeTower):
     """Most layers attend within windows of 112 x 112 pixels."""
 
     STATISTICS = CLIP
-    LORA_TARGETS = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
 
 
 @register_tower("qwen3_vl_moe")
@@ -172,4 +167,4 @@ class Qwen3Tower(NativeTower):
     """With deepstack."""
 
     STATISTICS = HALVES
-    LORA_TARGETS = ("qkv", "proj", "linear_fc1", "linear_fc2")
+    lora_targets = ("qkv", "proj", "linear_fc1", "linear_fc2")
