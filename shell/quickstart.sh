@@ -3,7 +3,7 @@
 # packing, train it again padded, compare. The last line is "SUMMARY {json}". Nothing is downloaded but packages.
 #
 #   bash shell/quickstart.sh            on a CPU: 2 processes, gloo; with GPUs: up to 2 of them, bf16, NCCL
-#   bash shell/quickstart.sh --family qwen3_vl      or qwen2_5_vl, qwen3_vl_moe, glm4v; internvl by default
+#   bash shell/quickstart.sh --family qwen3_vl      or qwen2_5_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, glm4v; internvl by default
 #   WORK_DIR=/tmp/try WORKERS=0 bash shell/quickstart.sh      WORKERS: reader processes a rank, 3 by default
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -22,8 +22,8 @@ case "$family" in
   internvl)
     pictures=(--force_image_size 56 --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 6 --num_images_expected 44)
     ;;
-  qwen2_5_vl | qwen3_vl | qwen3_vl_moe | glm4v) pictures=(--min_pixels 4096 --max_pixels 65536) ;;
-  *) die "quickstart.sh --family $family: use internvl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe or glm4v" ;;
+  qwen2_5_vl | qwen3_vl | qwen3_vl_moe | qwen3_5 | qwen3_5_moe | glm4v) pictures=(--min_pixels 4096 --max_pixels 65536) ;;
+  *) die "quickstart.sh --family $family: use internvl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe or glm4v" ;;
 esac
 
 ensure_python

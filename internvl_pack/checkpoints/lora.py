@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 VISION_TARGETS = ("q_proj", "k_proj", "v_proj", "projection_layer", "fc1", "fc2")
 LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+# Of linear attention: Qwen3.5's, Qwen3-Next's.
+LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 _PREFIX = "base_model.model."  # of names in a peft file

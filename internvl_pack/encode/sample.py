@@ -81,7 +81,7 @@ class EncodeConfig:
     min_pixels: int | None = option(
         None,
         "Width x height of a picture at least, as it goes into a model of native resolution; smaller ones are "
-        "enlarged. Default: 65,536 for Qwen3-VL, 3,136 for Qwen2.5-VL, 6,272 for GLM-4V.",
+        "enlarged. Default: 65,536 for Qwen3-VL and Qwen3.5, 3,136 for Qwen2.5-VL, 6,272 for GLM-4V.",
         unit="pixels",
         at_least=1,
         page="families.md#budgets",
@@ -89,7 +89,7 @@ class EncodeConfig:
     max_pixels: int | None = option(
         None,
         "Width x height of a picture at most, likewise; larger ones are made smaller. Default: 1,280 tokens of a "
-        "picture, which is 1,310,720 for Qwen3-VL, 1,003,520 for the others.",
+        "picture, which is 1,310,720 for Qwen3-VL and Qwen3.5, 1,003,520 for the others.",
         unit="pixels",
         at_least=1,
         page="families.md#budgets",

@@ -16,7 +16,7 @@ from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internv
 from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError, naming
-from .attention import register_packed_attention, select_kernel
+from .attention import linear_layers, register_packed_attention, select_kernel, tell_how
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
@@ -24,6 +24,7 @@ from .fp8 import check_fp8, use_fp8, why_slower
 from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
 from .packed import PackedModel
+from .parts import decoder_layers
 from .resize import fit_vocabulary, resize_positions
 from .towers import check_native_options, find_tower
 from .vision import add_drop_path
@@ -116,6 +117,7 @@ def build_model(
         resize_positions(model, force_image_size)
     packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
     check_fit(packed, tokenizer, down_sample_ratio)
+    tell_how(packed.language_model, device)
     if packed.tower is not None:
         packed.tower.use_kernel(select_kernel(attn_kernel, device, compute_dtype or dtype))
     if router_loss_coef:
@@ -156,9 +158,13 @@ def build_model(
 
 def _gather_blocks(packed: PackedModel) -> None:
     try:
-        gather_by_layers(repeated_blocks(packed))
-    except AttributeError:  # a decoder of another make: a matrix at a time, experts together
-        gather_experts_together(packed.language_model)
+        blocks = repeated_blocks(packed)
+    except AttributeError:  # a tower or a decoder of another make: a matrix at a time, experts together
+        if not linear_layers(packed.language_model):
+            return gather_experts_together(packed.language_model)
+        # a linear layer's matrices are used once a segment, and a rank has as many as its row: gathered before that
+        blocks = list(decoder_layers(packed.language_model))
+    gather_by_layers(blocks)
 
 
 # --- loading --------------------------------------------------------------------------------------

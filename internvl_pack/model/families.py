@@ -1,7 +1,7 @@
 """Which language models may be packed: known ones, ones refused by name, and the rest on proof.
 
-A pack keeps its segments apart in attention alone. A layer that carries a state along the row (Mamba,
-linear attention, a convolution over time) passes one sample's state to the next, and a multi-token
+A pack keeps its segments apart in attention, and in the linear attention of LINEAR. Another layer that carries a
+state along the row (Mamba, a convolution over time) passes one sample's state to the next, and a multi-token
 prediction head looks past the end of a segment: both are refused before training. A family that is
 neither known nor refused runs only if the isolation self-check passes (selfcheck.py).
 """
@@ -15,13 +15,16 @@ from ..errors import UserError
 from .towers import TOWERS, find_tower
 
 KNOWN = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
-KNOWN |= {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text"}
+# Families whose linear layers attention/linear.py keeps apart. transformers leaves out their checkpoints' heads for
+# several tokens, of which their configs speak.
+LINEAR = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+KNOWN |= LINEAR | {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text"}
 
 # fmt: off
 STATEFUL = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "recurrent_gemma",
+    "rwkv", "xlstm", "zamba", "zamba2",
 })
 # Families of transformers 5.24 that compute attention themselves: there is nothing to put packed attention into.
 OWN_ATTENTION = frozenset({
@@ -121,6 +124,8 @@ def check_family(text_config: Any) -> bool:
     family = text_config.model_type
     check_attention(family)
     layers = set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if family in LINEAR:
+        layers -= {"linear_attention"}
     if family in STATEFUL or layers & {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"}:
         kinds = f" ({', '.join(sorted(layers))})" if layers else ""
         raise UserError(
@@ -133,7 +138,7 @@ def check_family(text_config: Any) -> bool:
             "which packed attention does not know: use a model with full or sliding attention"
         )
     for option in MULTI_TOKEN_PREDICTION:
-        if getattr(text_config, option, None):
+        if family not in LINEAR and getattr(text_config, option, None):
             raise UserError(
                 f"language model {family!r} has a multi-token prediction head ({option} in its config), which predicts "
                 "across the ends of packed samples: remove it or use another model"

@@ -6,6 +6,8 @@ A matrix product of (m, k) by (k, n) counts 2 m k n. The forward pass of a row i
                                                              token meets: of its experts, and all of the router
                2 * layers * Hq * D          a token^2 of each segment (causal: half of the square's 4)
                4 * window * Hq * D          a token, for a layer with a sliding window instead
+               6 * Hv * Dk * Dv             a token, for a layer of linear attention instead (its state is read,
+                                                             corrected and queried)
     head       2 * V * H                    a token that has a label
     vision     2 * P_tower * patches        a tile           patches: those of a tile and the class token
                4 * layers * Hv * D * patches^2               (every patch sees every patch; of native resolution
@@ -25,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..packing.cost import VisionSide, attention_reach, feed_forward_rows
+from ..packing.cost import TokenMixing, VisionSide, feed_forward_rows
 
 # bfloat16, dense, operations a second, by a part of the card's name; from the makers' data sheets.
 PEAK_FLOPS = {
@@ -89,12 +91,9 @@ def flop_counts(
         config: of InternVL, of a model of native resolution, or of a causal language model.
     """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    attention = text.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
     settings = text.to_dict()
-    matrices = attention * text.num_hidden_layers + text.hidden_size * feed_forward_rows(settings)
-    full, windows = attention_reach(settings)
+    mixing = TokenMixing.of(settings)
+    matrices = text.hidden_size * (mixing.rows + feed_forward_rows(settings))
     # Gradients pass through the language model wherever something before it is trained.
     trains_before = trains_vision or trains_projector
     language_passes = _passes(trains_language, trains_before)
@@ -102,8 +101,8 @@ def flop_counts(
     # Attention has no weights: its backward is twice its forward wherever gradients pass at all.
     attention_passes = 3 if trains_language or trains_before else 1
     return FlopCounts(
-        per_token=language_passes * 2 * matrices + attention_passes * 4 * windows * heads * head_dim,
-        per_squared_token=attention_passes * 2 * full * heads * head_dim,
+        per_token=language_passes * 2 * matrices + attention_passes * 2 * mixing.token,
+        per_squared_token=attention_passes * 2 * mixing.full * mixing.queries,
         per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
         per_tile=_tile(config, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
     )

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import UserError
+from .attention import linear_layers
 from .experts import expert_blocks
 from .parts import decoder_layers
 
@@ -76,12 +77,17 @@ def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None 
         how many layers.
 
     Raises:
-        UserError: a mixture of experts, or no layer that can be taken.
+        UserError: a mixture of experts, linear attention, or no layer that can be taken.
     """
     if expert_blocks(packed.language_model):
         raise UserError(
             f"--fp8 {recipe} with a {packed.config.get_text_config().model_type!r} language model: experts are no "
             "linear layers, and most of its operations; leave it out"
+        )
+    if linear_layers(packed.language_model):
+        raise UserError(
+            f"--fp8 {recipe} with a {packed.config.get_text_config().model_type!r} language model: its linear layers "
+            "run over segments of any length, not over filled rows; leave it out"
         )
     layers = decoder_layers(packed.language_model)
     suitable = [name for name, module in layers.named_modules() if _is_suitable(module, name)]

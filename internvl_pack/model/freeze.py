@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..checkpoints.lora import LANGUAGE_TARGETS, add_lora
+from ..checkpoints.lora import LANGUAGE_TARGETS, LINEAR_TARGETS, add_lora
 from ..errors import UserError
+from .attention import linear_layers
 from .packed import PackedModel
 
 
@@ -37,7 +38,8 @@ def freeze(
         add_lora(vision, use_backbone_lora, packed.tower.lora_targets, "use_backbone_lora")
     if use_llm_lora:
         language.requires_grad_(False)
-        add_lora(packed.language_model, use_llm_lora, LANGUAGE_TARGETS, "use_llm_lora")
+        targets = LANGUAGE_TARGETS + (LINEAR_TARGETS if linear_layers(packed.language_model) else ())
+        add_lora(packed.language_model, use_llm_lora, targets, "use_llm_lora")
     if freeze_mlp:
         projector.requires_grad_(False)
     if unfreeze_vit_layers and packed.tower is not None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
-from ..packing.cost import FeedForward, VisionSide
+from ..packing.cost import FeedForward, TokenMixing, VisionSide, layer_kinds
 
 HALF, FLOAT = 2, 4  # bytes
 BUCKET = 500_000_000  # elements of a bucket of gradients, in the configs shipped
@@ -68,30 +68,30 @@ class Sizes:
         """From a `config.json` of an InternVL, in transformers' layout or its own, or of a model of native resolution.
 
         Raises:
-            UserError: a number that is needed is missing.
+            UserError: a number that is needed is missing, or there are layers of linear attention.
         """
         text, vision = config.get("text_config") or config.get("llm_config"), config.get("vision_config")
         if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
             raise UserError("the config has no text_config (or llm_config) and vision_config")
         try:
             h, layers = text["hidden_size"], text["num_hidden_layers"]
-            heads, vocabulary = text["num_attention_heads"], text["vocab_size"]
+            vocabulary, mixing = text["vocab_size"], TokenMixing.of(text)
             tower = VisionSide.of(config)
         except KeyError as error:
             raise UserError(f"{error.args[0]} is missing in the model's config") from error
+        if "linear_attention" in layer_kinds(text):
+            raise UserError("the language model has layers of linear attention: what these keep was not measured")
         mlp = FeedForward.of(text)
-        head = text.get("head_dim") or h // heads
-        queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
         w = tower.width
         widest = mlp.active * (2 * h + 2 * mlp.inner) if mlp.sparse else 2 * mlp.width
         embedded = tower.pixels // tower.patches * w
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", h < SMALLEST_UNTIED))
         return cls(
             vision_layers=tower.layers,
-            decoder_layers=layers * (2 * h * queries + 2 * h * keys) + h * mlp.rows(mlp.experts),
+            decoder_layers=h * mixing.rows + h * mlp.rows(mlp.experts),
             rest=vocabulary * h * (1 if tied else 2) + tower.projector + embedded + tower.positions * w,
             depths=(tower.depth, layers),
-            kept=(HALF * tower.rows * (8 * w + 2 * tower.inner), HALF * (4 * h + 2 * keys + widest)),
+            kept=(HALF * tower.rows * (8 * w + 2 * tower.inner), HALF * (4 * h + 2 * mixing.keys + widest)),
             inputs=(HALF * tower.rows * w, HALF * h),
             uncompiled=(UNCOMPILED, UNCOMPILED_EXPERTS if mlp.sparse else UNCOMPILED),
             vocabulary=vocabulary,

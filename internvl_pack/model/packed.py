@@ -28,7 +28,18 @@ from ..checkpoints.lora import merged_state_dict
 from ..errors import UserError
 from ..parallel.group import SequenceGroup
 from ..parallel.slices import RowSlice, gather_row, gather_tiles, own_tiles, row_slice
-from .attention import Kernel, TreeLinks, check_cu_seqlens_form, kernel_of, packed_row, validate_cu_seqlens
+from .attention import (
+    Kernel,
+    Stretches,
+    TreeLinks,
+    check_cu_seqlens_form,
+    keep_states_apart,
+    kernel_of,
+    linear_layers,
+    packed_row,
+    validate_cu_seqlens,
+)
+from .attention import stretches as make_stretches
 from .attention import tree_links as make_tree_links
 from .experts import RoutingSums, real_tokens
 from .families import check_family, logit_scale, longest_exact_segment
@@ -117,6 +128,8 @@ class PackedModel(nn.Module):
                 f"the language model's attention is {text_config._attn_implementation!r}: load it with build_model, or "
                 'call model.set_attn_implementation({"text_config": register_packed_attention()})'
             )
+        keep_states_apart(self.language_model)
+        self._has_linear_layers = bool(linear_layers(self.language_model))
         self.head = LabelledHead(model.get_output_embeddings, head_chunk_tokens)
         self.register_load_state_dict_pre_hook(_refuse_other_names)
 
@@ -232,12 +245,15 @@ class PackedModel(nn.Module):
         cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
-        tree_links = None
+        tree_links = linear = None
         if cu_seqlens is not None:
             self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask, prefix_of)
             if prefix_of is not None:
                 self._check_trees(cu_seqlens_padded)
                 tree_links = make_tree_links(cu_seqlens.cpu(), prefix_of.cpu(), input_ids.device)
+            if self._has_linear_layers:
+                prefixes = None if prefix_of is None else prefix_of.cpu()
+                linear = make_stretches(cu_seqlens.cpu(), prefixes, input_ids.device)
         on_device = None if cu_seqlens is None else cu_seqlens.to(input_ids.device, non_blocking=True)
         part = RowSlice.whole(on_device, max_seqlen)
         if self.sequence_group is not None:
@@ -256,7 +272,7 @@ class PackedModel(nn.Module):
         if routing is not None:
             given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
             routing.begin(part.take(real_tokens(input_ids, *given), False))
-        hidden = self._decode(embeddings, places, part, attention_mask, tree_links, deep)
+        hidden = self._decode(embeddings, places, part, attention_mask, tree_links, linear, deep)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
@@ -436,6 +452,7 @@ class PackedModel(nn.Module):
         part: RowSlice,
         attention_mask: Tensor | None,
         tree_links: TreeLinks | None,
+        linear: Stretches | None,
         deep: _DeepFeatures | None = None,
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
@@ -450,7 +467,7 @@ class PackedModel(nn.Module):
             hidden = self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
         else:
             assert part.max_seqlen is not None, "as of any pack"
-            with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group, tree_links) as names:
+            with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group, tree_links, linear) as names:
                 hidden = self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
         return hidden[:, :num_tokens]
 

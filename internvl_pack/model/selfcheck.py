@@ -210,6 +210,8 @@ def _recording(core: PackedModel) -> Iterator[dict[str, Tensor]]:
         attention = getattr(layer, "self_attn", None)
         if attention is not None:
             named.append((f"attention of decoder layer {i} ({text_config._attn_implementation})", attention))
+        if hasattr(layer, "linear_attn"):
+            named.append((f"linear attention of decoder layer {i}", layer.linear_attn))
         named.append((f"decoder layer {i} ({type(layer).__name__})", layer))
     named.append(("the language model", core.language_model))
     seen: dict[str, Tensor] = {}

@@ -60,19 +60,14 @@ class CostModel:
             raise UserError(
                 "the config has no text_config (or llm_config) and vision_config: give a vision-language model's"
             )
-        hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
-        heads = _number(text, "num_attention_heads")
-        head = int(text.get("head_dim") or hidden // heads)
-        queries, keys = heads * head, int(text.get("num_key_value_heads") or heads) * head
-        matrices = layers * (2 * hidden * queries + 2 * hidden * keys) + hidden * feed_forward_rows(text)
-        matrices += _number(text, "vocab_size") * hidden
+        mixing = TokenMixing.of(text)
+        rows = mixing.rows + feed_forward_rows(text) + _number(text, "vocab_size")
 
         tower = VisionSide.of(config)
         times = _FORWARD_AND_BACKWARD * _FLOPS
-        full, windows = attention_reach(text)
         return cls(
-            token=times * (matrices + 2 * windows * queries),
-            attention=times * full * queries,  # scores and values, halved by the causal mask
+            token=times * (rows * _number(text, "hidden_size") + mixing.token),
+            attention=times * mixing.full * mixing.queries,  # scores and values, halved by the causal mask
             tile=times
             * (tower.rows * tower.layers + 2 * tower.width * tower.rows * tower.seen + tower.tokens * tower.projector),
         )
@@ -110,14 +105,54 @@ def model_config(name: str) -> Mapping[str, Any]:
     return config
 
 
-def attention_reach(text: Mapping[str, Any]) -> tuple[int, int]:
-    """(layers whose queries see all of their segment before them, sum of the windows of the others).
+def layer_kinds(text: Mapping[str, Any]) -> list[str]:
+    """Of each layer of a language model, as transformers names them."""
+    layers = _number(text, "num_hidden_layers")
+    if kinds := text.get("layer_types"):
+        return list(kinds[:layers])
+    every = 1 if "linear_num_value_heads" not in text else text.get("full_attention_interval") or 4
+    return ["linear_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
 
-    A window counts in full: segments are taken to be longer.
+
+@dataclass(frozen=True, slots=True)
+class TokenMixing:
+    """What mixes a language model's tokens, over all layers: attention, and linear attention.
+
+    Attributes:
+        rows: of its matrices, each as long as the model's width.
+        queries, keys: width of a layer's queries, and of its keys or values.
+        full: layers whose queries see all of their segment before them.
+        token: multiplications of a token that are by no weight: with the keys and values of windows, which count in
+            full (segments are taken to be longer), and three with the state of each linear layer: to read it, to
+            correct it and to query it. The short convolution is left out.
     """
-    kinds = text.get("layer_types") or ["full_attention"] * _number(text, "num_hidden_layers")
-    sliding = sum(kind == "sliding_attention" for kind in kinds)
-    return len(kinds) - sliding, sliding * int(text.get("sliding_window") or 0)
+
+    rows: int
+    queries: int
+    keys: int
+    full: int
+    token: int
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> TokenMixing:
+        """Of a language model's config; linear layers are as Qwen3-Next's, beside which attention has a gate.
+
+        Raises:
+            UserError: a number that is needed is missing.
+        """
+        kinds = layer_kinds(text)
+        linear, sliding = (sum(kind == f"{name}_attention" for kind in kinds) for name in ("linear", "sliding"))
+        heads = _number(text, "num_attention_heads")
+        head = int(text.get("head_dim") or _number(text, "hidden_size") // heads)
+        queries, keys = heads * head, int(text.get("num_key_value_heads") or heads) * head
+        rows = (len(kinds) - linear) * ((3 if linear else 2) * queries + 2 * keys)
+        token = 2 * sliding * int(text.get("sliding_window") or 0) * queries
+        if linear:
+            key_heads, key = (_number(text, f"linear_{n}") for n in ("num_key_heads", "key_head_dim"))
+            value_heads, value = (_number(text, f"linear_{n}") for n in ("num_value_heads", "value_head_dim"))
+            rows += linear * (2 * key_heads * key + 3 * value_heads * value + 2 * value_heads)
+            token += linear * 3 * value_heads * key * value
+        return cls(rows, queries, keys, len(kinds) - sliding - linear, token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +164,7 @@ class FeedForward:
         width: of the matrices of a dense layer.
         experts, active: how many a layer of experts has, and how many of them a token goes to.
         inner: width of an expert's matrices.
+        shared: width of the matrices of an expert that every token goes to, beside the others; 0 for none.
     """
 
     dense: int
@@ -137,6 +173,7 @@ class FeedForward:
     experts: int
     active: int
     inner: int
+    shared: int = 0
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> FeedForward:
@@ -148,18 +185,24 @@ class FeedForward:
         Raises:
             UserError: a number that is needed is missing.
         """
-        layers, width = _number(text, "num_hidden_layers"), _number(text, "intermediate_size")
+        layers = _number(text, "num_hidden_layers")
         experts = text.get("num_experts") or text.get("num_local_experts") or 0
         if not experts:
-            return cls(layers, 0, width, 0, 0, 0)
+            return cls(layers, 0, _number(text, "intermediate_size"), 0, 0, 0)
         step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
         sparse = sum(index not in dense and (index + 1) % step == 0 for index in range(layers))
-        inner = int(text.get("moe_intermediate_size") or width)
-        return cls(layers - sparse, sparse, width, int(experts), _number(text, "num_experts_per_tok"), inner)
+        inner, shared = text.get("moe_intermediate_size"), text.get("shared_expert_intermediate_size") or 0
+        width = 0 if sparse == layers and inner else _number(text, "intermediate_size")
+        active = _number(text, "num_experts_per_tok")
+        return cls(layers - sparse, sparse, width, int(experts), active, int(inner or width), int(shared))
 
     def rows(self, experts: int) -> int:
-        """Rows of all matrices, with so many experts of each layer: three of a width, and a router's one an expert."""
-        return 3 * self.dense * self.width + self.sparse * (3 * experts * self.inner + self.experts)
+        """Rows of all matrices, with so many experts of each layer: three of a width, and a router's one an expert.
+
+        A shared expert has a gate of one row.
+        """
+        beside = 3 * self.shared + (1 if self.shared else 0)
+        return 3 * self.dense * self.width + self.sparse * (3 * experts * self.inner + self.experts + beside)
 
 
 # Patches of a picture of native resolution, of which all see each other, where none is given: 256 tokens.

@@ -125,6 +125,15 @@ def check_sinks(text_config: Any, sequence_parallel_size: int) -> None:
         )
 
 
+def check_linear(text_config: Any, sequence_parallel_size: int) -> None:
+    """Refuse linear attention, whose state goes along the whole row."""
+    if "linear_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise UserError(
+            f"--sequence_parallel_size {sequence_parallel_size} with a {text_config.model_type!r} language model: the "
+            "state of its linear attention is not handed from GPU to GPU; set it to 1"
+        )
+
+
 def check_fp8(recipe: str | None, sequence_parallel_size: int) -> None:
     """Refuse products in 8 bit: a rank's slice would have to be filled up as whole rows are."""
     if recipe is not None:
@@ -172,6 +181,7 @@ def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode
     check_kernel(kernel, mode)
     check_window(text_config, mode)
     check_sinks(text_config, sequence_parallel_size)
+    check_linear(text_config, sequence_parallel_size)
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     line = check_heads(heads, kv_heads, sequence_parallel_size, mode)

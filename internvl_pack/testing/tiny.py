@@ -113,7 +113,7 @@ def source_texts(sources: Sequence[Source], limit: int = 2000) -> Iterator[str]:
 
 # Rotary and normalisation differ between the families; sizes are what a CPU trains in milliseconds.
 LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
-FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 
 
 def tiny_text_config(
@@ -232,11 +232,20 @@ def tiny_native_config(
         vision |= {"patch_size": 14, "image_size": 112}
         rope["partial_rotary_factor"] = 1.0
     else:
-        vision |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        vision |= {"patch_size": 16, "num_position_embeddings": 64}
         rope["mrope_interleaved"] = True
         text["head_dim"] = hidden_size // 4
-    if family == "qwen3_vl_moe":
+    if family.startswith("qwen3_vl"):
+        vision["deepstack_visual_indexes"] = [0]
+    if family.startswith("qwen3_5"):  # of each two layers the first is linear
+        rope["partial_rotary_factor"] = 1.0
+        text |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": hidden_size // 8, "linear_value_head_dim": hidden_size // 8}
+    if family.endswith("_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    if family == "qwen3_5_moe":
+        del text["intermediate_size"]
+        text["shared_expert_intermediate_size"] = hidden_size
     start, end, image, video = (tokenizer.get_added_vocab()[token] for token in _native_tokens(family))
     kind = "image" if family == "glm4v" else "vision"
     return AutoConfig.for_model(

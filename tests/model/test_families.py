@@ -19,6 +19,14 @@ from internvl_pack.model.packed import PackedModel
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
 GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4, "head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 
 
@@ -37,7 +45,10 @@ def packed(model) -> PackedModel:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("cohere", {}), ("cohere2", {"sliding_window": 4}), ("granite", GRANITE), ("gpt2", GPT2), ("mistral", {})],
+    [
+        *(("cohere", {}), ("cohere2", {"sliding_window": 4}), ("granite", GRANITE), ("gpt2", GPT2), ("mistral", {})),
+        *(("qwen3_5_text", LINEAR), ("qwen3_next", LINEAR | EXPERTS)),
+    ],
 )
 def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(family, settings):
     model = tiny(family, **settings)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import native_samples as native
 from helpers.model_samples import mixed_segments, packed_batch, tiny_packed
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -59,6 +61,21 @@ def test_experts_count_where_a_token_goes_through_them(tokenizer):
     feed_forward = 3 * 2 * layers * 3 * hidden  # forward and backward, multiply-add, layers, three matrices
     router = 3 * 2 * layers * hidden * 4
     assert sparse - dense == feed_forward * (2 * width - 128) + router  # two of four experts of half the width
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_linear_attention_counts_its_matrices_and_three_products_with_its_state(family):
+    packed = native.tiny_packed(native.native_tokenizer(family), family)
+    layers = packed.language_model.layers
+    matrices = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
+    for name, parameter in layers.named_parameters():
+        if ".experts." in name:
+            matrices += parameter.numel() // 2  # two of four
+        elif name.endswith(".gate.weight"):
+            matrices += parameter.numel()
+    counts = flop_counts(packed.config)
+    assert counts.per_token == 6 * (matrices + 3 * 4 * 8 * 8)  # four states of 8 x 8 in one layer of two
+    assert counts.per_squared_token == 6 * 4 * 16
 
 
 def test_a_card_is_known_by_the_longest_name_that_fits():

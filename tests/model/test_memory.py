@@ -7,6 +7,7 @@ import json
 import pytest
 
 from internvl_pack.cli import main
+from internvl_pack.errors import UserError
 from internvl_pack.model.memory import Sizes, memory
 from internvl_pack.packing.cost import SIZES
 
@@ -85,6 +86,13 @@ def test_it_prints_parts_and_time(lengths, capsys):
     assert main(["estimate", "1B", lengths]) == 0
     out = capsys.readouterr().out
     assert all(part in out for part in ("weights", "gradients", "optimizer", "buckets", "activations", "step", "peak"))
+
+
+def test_linear_attention_is_refused():
+    text, vision = SIZES["3.5-1B"]
+    linear = {f"linear_{name}": 4 for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")}
+    with pytest.raises(UserError, match="layers of linear attention: what these keep was not measured"):
+        Sizes.of({"text_config": text | linear, "vision_config": vision})
 
 
 @pytest.mark.parametrize(

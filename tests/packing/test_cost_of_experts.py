@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from internvl_pack.packing.cost import CostModel, attention_reach, feed_forward_rows
+from internvl_pack.packing.cost import CostModel, TokenMixing, feed_forward_rows
 
 DENSE = {"num_hidden_layers": 6, "intermediate_size": 100}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 30}
@@ -19,6 +19,7 @@ GPT_OSS = {"num_local_experts": 32, "num_experts_per_tok": 4}
         (DENSE | QWEN3_MOE | {"mlp_only_layers": [0, 5]}, 4 * (3 * 2 * 30 + 8) + 2 * 3 * 100),
         (DENSE | QWEN3_MOE | {"decoder_sparse_step": 2}, 3 * (3 * 2 * 30 + 8) + 3 * 3 * 100),
         (DENSE | GPT_OSS, 6 * (3 * 4 * 100 + 32)),
+        (DENSE | QWEN3_MOE | {"shared_expert_intermediate_size": 7}, 6 * (3 * 2 * 30 + 8 + 3 * 7 + 1)),
     ],
 )
 def test_rows_that_a_token_meets(text, rows):
@@ -38,7 +39,10 @@ def test_a_token_of_gpt_oss_20b_costs_what_its_active_experts_do():
 
 
 def test_layers_with_a_window_are_distinguished_from_those_that_see_everything():
-    assert attention_reach(DENSE) == (6, 0)
-    assert attention_reach(DENSE | {"sliding_window": 8}) == (6, 0)
+    heads = {"num_attention_heads": 4, "head_dim": 5}
+    for more in ({}, {"sliding_window": 8}):
+        found = TokenMixing.of(DENSE | heads | more)
+        assert (found.full, found.token) == (6, 0)
     kinds = ["sliding_attention"] * 2 + ["full_attention"]
-    assert attention_reach(DENSE | {"layer_types": kinds, "sliding_window": 8}) == (1, 16)
+    found = TokenMixing.of(DENSE | heads | {"layer_types": kinds, "sliding_window": 8})
+    assert (found.full, found.token) == (1, 2 * 16 * 20)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and GLM-4V: a picture keeps its shape, and its size within bounds of pixels.
+"""Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4V: a picture keeps its shape, and its size within bounds of pixels.
 
 Its sides become multiples of `image_size`, the square of pixels that a token stands for (patches of 14 or 16, merged
 two by two). Such a square is a tile here: the grid of tiles is that of the tokens, in reading order, and budgets of
@@ -165,6 +165,8 @@ class Qwen25Pictures(NativePictures):
     PROCESSOR, VIDEO_PROCESSOR = "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"
 
 
+@register_family("qwen3_5_moe")
+@register_family("qwen3_5")
 @register_family("qwen3_vl_moe")
 @register_family("qwen3_vl")
 class Qwen3Pictures(NativePictures):

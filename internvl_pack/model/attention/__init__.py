@@ -4,6 +4,7 @@ kernels/          one signature, a file a kernel
 register.py       the choice of the kernel; the function among transformers' attention functions
 compiled_op.py    attention as one operation of a compiled layer, of rows and of tiles
 tree.py           branches that see their prefix
+linear.py         linear attention, whose state ends with a segment
 ulysses.py, ring.py    attention of a row that several ranks share
 boundaries.py     checks of cu_seqlens
 """
@@ -11,6 +12,7 @@ boundaries.py     checks of cu_seqlens
 from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
 from .compiled_op import attention_operation
 from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
+from .linear import Stretches, keep_states_apart, linear_layers, stretches, tell_how
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
 
@@ -19,15 +21,20 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "Row",
+    "Stretches",
     "TreeLinks",
     "attention_operation",
     "check_cu_seqlens_form",
+    "keep_states_apart",
     "kernel_of",
+    "linear_layers",
     "one_dtype",
     "packed_row",
     "register_kernel",
     "register_packed_attention",
     "select_kernel",
+    "stretches",
+    "tell_how",
     "tree_links",
     "validate_cu_seqlens",
 ]

@@ -30,6 +30,7 @@ from ...errors import UserError
 from ...parallel.group import SequenceGroup
 from .compiled_op import attend_row
 from .kernels import HALF, KERNELS, Kernel, Row
+from .linear import Stretches
 from .ring import ring_attention
 from .sinks import attend_with_sinks, masked_attention_with_sinks
 from .tree import TreeLinks, attend_trees
@@ -49,6 +50,7 @@ def packed_row(
     max_seqlen: int,
     sequence_group: SequenceGroup | None = None,
     tree_links: TreeLinks | None = None,
+    stretches: Stretches | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The names by which transformers hands a pack's boundaries to attention, for one model call.
 
@@ -58,6 +60,7 @@ def packed_row(
     Args:
         sequence_group: the ranks that share the row; the boundaries are then those of a `RowSlice`.
         tree_links: which tokens see which prefix, where the row has prefix trees.
+        stretches: for linear layers, where the model has some.
     """
     token = _in_packed_row.set(True)
     try:
@@ -71,6 +74,8 @@ def packed_row(
             names["sequence_group"] = sequence_group
         if tree_links is not None:
             names["tree_links"] = tree_links
+        if stretches is not None:
+            names["stretches"] = stretches
         yield names
     finally:
         _in_packed_row.reset(token)

@@ -1,4 +1,6 @@
-"""Qwen2.5-VL, Qwen3-VL and GLM-4V: pictures of any size in one row of patches, each seeing its own picture (or window).
+"""Qwen2.5-VL, Qwen3-VL, Qwen3.5 and GLM-4V: pictures of any size in one row of patches.
+
+Each patch sees its own picture, or its window.
 
 The tower is transformers' own. What it would ask the device for, layer by layer, is made on the host from the grids:
 boundaries, positions, windows, places in the table of positions. Its attention is one call a layer: transformers gives
@@ -161,10 +163,12 @@ class Qwen25Tower(NativeTower):
     lora_targets = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
 
 
+@register_tower("qwen3_5_moe")
+@register_tower("qwen3_5")
 @register_tower("qwen3_vl_moe")
 @register_tower("qwen3_vl")
 class Qwen3Tower(NativeTower):
-    """With deepstack."""
+    """With deepstack, but Qwen3.5."""
 
     STATISTICS = HALVES
     lora_targets = ("qkv", "proj", "linear_fc1", "linear_fc2")

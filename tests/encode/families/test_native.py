@@ -22,7 +22,7 @@ from internvl_pack.errors import SampleError, UserError
 from internvl_pack.samples import Samples
 from internvl_pack.sources import DatasetSpec, FolderResolver
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 
 
 def checkpoint(family):

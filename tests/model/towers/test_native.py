@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import native_samples as native
-from helpers.model_samples import assert_same_gradients, gradients
+from helpers.model_samples import assert_same_gradients, gradients, relative_error
 
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
 from internvl_pack.batch.row import PackRow
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.records import Branch
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
 
 
@@ -40,6 +40,20 @@ def case(family, tokenizer):
     return packed, family, segments, loss.item(), gradients(plain)
 
 
+@pytest.fixture(scope="module")
+def own_errors(case):
+    """Of the decays of linear layers, sums over all tokens that nearly cancel: with eager attention, not SDPA."""
+    packed, family, segments, _, expected = case
+    if not family.startswith("qwen3_5"):
+        return {}
+    plain = native.plain_twin(packed)
+    plain.set_attn_implementation("eager")
+    native.reference_loss(plain, family, segments).backward()
+    names = (name for name in expected if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")))
+    found = gradients(plain)
+    return {name: relative_error(found[name], expected[name]) for name in names}
+
+
 def losses(packed, batch):
     packed.zero_grad(set_to_none=True)
     loss = packed(**batch).loss
@@ -49,14 +63,14 @@ def losses(packed, batch):
 
 @pytest.mark.parametrize("collate", [packed_collate_fn, padded_collate_fn])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(case, tokenizer, collate, checkpointed):
+def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(case, own_errors, tokenizer, collate, checkpointed):
     packed, family, segments, expected, expected_gradients = case
     if checkpointed:
         packed.gradient_checkpointing_enable()
     loss, found = losses(packed, native.collated(tokenizer, family, segments, collate))
     packed.gradient_checkpointing_disable()
     assert loss == pytest.approx(expected, rel=1e-6)
-    assert_same_gradients(found, expected_gradients)
+    assert_same_gradients(found, expected_gradients, own_errors)
 
 
 def test_text_alone_gives_the_same_and_zero_gradients_to_the_tower(case, tokenizer):
