@@ -122,6 +122,15 @@ class PairObjective(TrainerCallback):
         _add(self._step, losses.sums)
         return losses.loss.float(), outputs
 
+    def run(self, model: Any, inputs: Batch) -> Tensor:
+        """All that is computed of a micro-batch but the losses: the sum of its log-probabilities, part of no figure."""
+        inputs = dict(inputs)
+        places = inputs.pop("pairs").long()
+        if not isinstance(self.reference, Table):
+            with torch.no_grad():
+                self.reference(model, inputs)
+        return self._answers(model(**inputs, return_logprobs=True), inputs, places)[0].sum()
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not isinstance(self.reference, Table):
             self.reference.prepare(self.trainer)

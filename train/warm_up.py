@@ -62,12 +62,13 @@ def row_shapes(max_tokens: int, max_tiles: int, tokens_per_tile: int) -> list[tu
     return shapes
 
 
-def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, tree: bool = False) -> dict[str, Any]:
-    """A batch of one row, as the loader would give it: half of it one sample, the rest samples of a few tokens.
+def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pairs: bool = False) -> dict[str, Any]:
+    """A batch of one row, as the loader would give it: half of it or more one sample, the rest samples of a few
+    tokens.
 
     Args:
         tokens, tiles, targets: of row_shapes.
-        tree: the first is the prefix of the others.
+        pairs: the first is the prefix of the others, which are answers two by two.
     """
     generator = torch.Generator().manual_seed(tokens)
     vocabulary = model.config.get_text_config().vocab_size
@@ -78,10 +79,11 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, tr
         ids[ids == image_id] = (image_id + 1) % vocabulary
         ids[0, : tiles * model.tokens_per_tile] = image_id
         pixels = torch.randint(256, (tiles, 3, *size), dtype=torch.uint8, generator=generator)
-    first = tokens - tokens // 2 if tokens >= 4 else tokens
+    rest = tokens // 3 if pairs else tokens // 2  # of equal sizes the compiler would take that they always are
+    first = tokens - rest if tokens >= 4 else tokens
     lengths = [first, *[SHORT] * ((tokens - first) // SHORT)]
-    if rest := tokens - sum(lengths):
-        lengths.append(rest)
+    if left := tokens - sum(lengths):
+        lengths.append(left)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     labelled = torch.ones(tokens, dtype=torch.bool)
     labelled[starts[:-1]] = False  # the first token of a sample is predicted by nothing
@@ -90,8 +92,11 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, tr
     labels[0, places] = ids[0, places]
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     links = {}
-    if tree and len(lengths) > 1:
-        links["prefix_of"] = torch.tensor([-1, *[0] * (len(lengths) - 1)], dtype=torch.int32)
+    answers = len(lengths) - 1
+    if pairs:
+        links["pairs"] = torch.arange(1, answers - answers % 2 + 1, dtype=torch.int32).view(-1, 2)
+    if pairs and answers:
+        links["prefix_of"] = torch.tensor([-1, *[0] * answers], dtype=torch.int32)
         position_ids[first:] += first
     return links | {
         "input_ids": ids,
@@ -120,7 +125,10 @@ class WarmUp(TrainerCallback):
         model, started, before = self.trainer.packed_model, time.perf_counter(), compilations()
         shapes = row_shapes(*self.budget, model.tokens_per_tile if model.has_vision else 0)
         for shape in shapes:
-            forward_and_backward(self.trainer, made_up_row(*shape, model, tree=self.trainer.objective is not None))
+            row = made_up_row(*shape, model, pairs=self.trainer.objective is not None)
+            forward_and_backward(self.trainer, row)
+            if args.eval_strategy != "no":
+                _evaluate(self.trainer, row)
         if args.device.type == "cuda":
             torch.cuda.synchronize(args.device)
         logger.info(
@@ -146,19 +154,33 @@ def forward_and_backward(
         wrapped.train()
         if not _gathers_in_backward(wrapped):
             # Gradients are asked for, not accumulated: neither DDP's nor DeepSpeed's hooks, which reduce them, hear.
-            loss = model(**inputs, loss_normalizer=1.0)["loss"]
+            loss = _loss(trainer, model, inputs)
             between()
             trained = [p for p in model.parameters() if p.requires_grad]
             torch.autograd.grad(loss, trained, allow_unused=True)
             return
         wrapped.set_gradient_accumulation_boundary(False)
-        loss = wrapped(**inputs, loss_normalizer=1.0)["loss"]
+        loss = _loss(trainer, wrapped, inputs)
         between()
         wrapped.backward(loss, scale_wrt_gas=False)
         zero = wrapped.optimizer
         zero.zero_grad(set_to_none=True)
         zero.averaged_gradients = {}
         zero._pre_step()  # the next gradients are written over these, not added
+
+
+def _evaluate(trainer: PackTrainer, batch: dict[str, Any]) -> None:
+    """A row as an evaluation runs it: without gradients layers are compiled once more."""
+    model, inputs = trainer.model_wrapped, trainer._prepare_inputs(batch)
+    model.eval()
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        _loss(trainer, model, inputs)
+
+
+def _loss(trainer: PackTrainer, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    if trainer.objective is not None:
+        return trainer.objective.run(model, inputs)
+    return model(**inputs, loss_normalizer=1.0)["loss"]
 
 
 def _gathers_in_backward(wrapped: Any) -> bool:

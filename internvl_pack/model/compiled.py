@@ -54,6 +54,10 @@ RECOMPUTE = ("none", "language", "all")
 # Share of the activations a layer would keep; below 1 the compiler keeps what is dear, and 0.65 of the whole.
 BELOW_ALL = 0.99
 
+# Graphs that one block may have: with gradients or without, trained or a frozen copy, with trees or without, of few
+# tokens. Beyond torch's own limit of 8 a block would run uncompiled.
+MAX_GRAPHS = 32
+
 
 def compile_blocks(
     packed: PackedModel,
@@ -78,6 +82,7 @@ def compile_blocks(
     check_compilable(packed)
     if recompute not in RECOMPUTE:
         raise UserError(f"--compile_recompute {recompute}: choose from {', '.join(RECOMPUTE)}")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     blocks = repeated_blocks(packed)
     keep_less = with_memory_budget(backend, BELOW_ALL)
     decoder = {type(layer) for layer in decoder_layers(packed.language_model)}

@@ -8,10 +8,12 @@ import pytest
 import torch
 from helpers.launched import made_in
 from helpers.model_samples import packed_batch, segment, tiny_packed
+from helpers.pair_steps import objective_of, step
 from helpers.stepping import run_ranks
-from helpers.tree_samples import TREES, trees
+from helpers.tree_samples import tree
 
 from internvl_pack.model.compiled import compile_blocks
+from internvl_pack.model.loss.preference import PreferenceLoss
 from train.warm_up import CACHE, keep_compiled, made_up_row, row_shapes
 
 STEPS = 4
@@ -39,17 +41,28 @@ def test_a_made_up_row_is_a_batch_as_the_model_wants_it(tokenizer):
 
 
 @pytest.mark.slow
-def test_after_it_no_row_of_trees_is_compiled(tokenizer):
+def test_after_it_no_step_and_no_evaluation_of_pairs_is_compiled(tokenizer):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    packed, counter = tiny_packed(tokenizer), CompileCounterWithBackend("aot_eager")
-    compile_blocks(packed, backend=counter)
-    for shape in row_shapes(512, 16, packed.tokens_per_tile):
-        packed(**made_up_row(*shape, packed, tree=True)).loss.backward()
+    counter = CompileCounterWithBackend("eager")
+    packed, reference = tiny_packed(tokenizer), tiny_packed(tokenizer)
+    for model in (packed, reference):
+        compile_blocks(model, backend=counter)
+    objective = objective_of(PreferenceLoss({"sigmoid": 1.0}), reference)
+    for shape in row_shapes(128, 4, packed.tokens_per_tile):
+        row = made_up_row(*shape, packed, pairs=True)
+        objective.run(packed, row).backward()
+        with torch.no_grad():
+            objective.run(packed.eval(), row)
+        packed.train()
     by_then = counter.frame_count
-    for names in (tuple(TREES), ("text only",), ("one branch", "pair with an image")):
-        packed(**packed_batch(trees(tokenizer, *names))).loss.backward()
+    for plans in ([("text", 5), ("image", 3)], [("text", 8)]), ([("text", 80)],), ([("image", 1), ("text", 1)],):
+        batch = packed_batch([tree(tokenizer, plan, [2, 9], seed) for seed, plan in enumerate(plans)], pairs=True)
+        step(objective, packed, batch)
+        with torch.no_grad():
+            objective.of(packed.eval(), batch)
+        packed.train()
     assert counter.frame_count == by_then > 0
     torch._dynamo.reset()
 
