@@ -11,7 +11,7 @@ clips. Other optimizers have neither: for them the host waits for the norm, and 
 ZeRO-3, of which only the norm is made here.
 
 On a single rank there is nothing to reduce, but DeepSpeed copies each gradient four times on its way to the optimizer,
-twice one parameter at a time. Those copies are left out.
+twice one parameter at a time. Those copies are left out, and with them the buffers (1 to 2 GB).
 
 A step that was not made changes neither weights nor the optimizer's states nor the learning rate, whatever the way of
 sharding, and is reported in one line with the ids of its samples.
@@ -173,6 +173,7 @@ class ZeroStep:
         if dist.get_world_size(zero.dp_process_group) == 1 and zero.gradient_accumulation_dtype == zero.dtype:
             zero.process_gradients = zero.reduce_ready_partitions_and_remove_grads = _as_it_is
             zero.reduce_ipg_grads = _nothing_to_send
+            zero.reduce_bucket_size = 1  # of which a buffer is made in each backward pass
         if zero.dtype != torch.bfloat16 or zero.check_grad_overflow:
             self.on_device = False
             return

@@ -5,7 +5,7 @@ P parameters, of which T are trained, in half precision with AdamW, N GPUs. In b
     weights       2 P                    2 P / N with ZeRO-3
     gradients     2 T                    2 T / N with ZeRO-3
     optimizer     12 T / N               float32 weights and two moments; 12 T without ZeRO
-    buckets       of ZeRO: gradients being reduced; with ZeRO-3 the two largest layers, whole
+    buckets       of ZeRO over several GPUs: gradients being reduced; with ZeRO-3 the two largest layers, whole
     activations   of a full row: what each layer keeps, or its input where it computes again, and one layer's then
 
 and in the optimizer's step, where there are no activations and no buckets, 8 T / N instead of the gradients: those of a
@@ -144,7 +144,7 @@ def memory(
     t = p if trained is None else trained
     here = p // gpus if zero == 3 else p
     layers = (sizes.vision_layers // max(1, sizes.depths[0]), sizes.decoder_layers // max(1, sizes.depths[1]))
-    bucket = 0 if not zero else HALF * min(t, BUCKET) * (2 if zero == 2 else 1)
+    bucket = 0 if not zero or gpus == 1 else HALF * min(t, BUCKET) * (2 if zero == 2 else 1)
     if zero == 3:
         bucket = HALF * (2 * max(layers) + sizes.rest)
     row = (tiles, tokens)
