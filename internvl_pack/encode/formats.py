@@ -38,6 +38,7 @@ from .chat import (
     register_template,
     single_token,
 )
+from .tokenizer_template import TokenizerTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,3 +143,8 @@ def _internvl_zh(tokenizer: PreTrainedTokenizerBase) -> _HumanAndBot:
 def _check(tokenizer: PreTrainedTokenizerBase, conv_style: str, *tokens: str) -> None:
     for token in tokens:
         single_token(tokenizer, token, conv_style)
+
+
+@register_template("chat_template")
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> TokenizerTemplate:
+    return TokenizerTemplate(tokenizer)

@@ -19,7 +19,7 @@ from ..errors import SampleError, UserError, isolate_sample_errors
 from ..options import check_options, count, option
 from ..records import Branch, Fragment, Record, Span
 from .augment import recompress
-from .chat import Part, PlainText, TokenizerTemplate, without_answers
+from .chat import Part, PlainText, without_answers
 from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
 from .families import make_family
 from .fields import refuse_fields, tools_of, trained_answers
@@ -27,6 +27,7 @@ from .formats import make_template
 from .images import ImageRules, colour_of, decode_pixels, decode_tiles, empty_tiles, image_size_of
 from .text import MARKUP_TOKENS, TextEncoder
 from .tiles import TileGrid
+from .tokenizer_template import TokenizerTemplate
 from .trees import OBJECTIVES, Answer, answers_of, with_those_that_leave
 from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
 

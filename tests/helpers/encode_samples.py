@@ -107,3 +107,10 @@ def assert_branches_are_the_answers(tree, alone):
     assert at == tree.record.num_tokens == len(tree.input_ids)
     assert sum(span.num_tokens for span in tree.record.spans) == at
     assert tree.images == alone[0].images and tree.record.num_tiles == alone[0].record.num_tiles
+
+
+def trained_text(tokenizer, encoded) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    trained = encoded.labels != -100
+    borders = np.flatnonzero(np.diff(np.concatenate(([False], trained, [False])).astype(int)))
+    return [tokenizer.decode(encoded.input_ids[a:b]) for a, b in borders.reshape(-1, 2)]
