@@ -234,6 +234,7 @@ class DataTrainingArguments(PackingArguments):
         help="What is trained: sft (conversations, groups of answers), or on pairs of a chosen and a rejected answer "
         "dpo or mpo. Default: sft; with --loss_type that of its losses.",
     )
+    family_check: str | None = encode_option("family")
     conv_style: str | None = encode_option("conv_style")
     force_image_size: int | None = encode_option("image_size")
     down_sample_ratio: float | None = from_config(TileOptions, "down_sample_ratio")

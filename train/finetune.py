@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:  # what it makes of any trouble within its 
     )
     sys.exit(2)
 
-from internvl_pack.checkpoints.encoding import default_tiles
+from internvl_pack.checkpoints.encoding import default_tiles, served_by
 from internvl_pack.checkpoints.internvl_format_files import chat_style, config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError, naming
@@ -212,12 +212,13 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     found = find_checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     checkpoint = None if found is None else str(found)
     with naming("--model_name_or_path "):
-        checkpoint_config = config_of(model_args.model_name_or_path)
+        checkpoint_config = served_by(config_of(model_args.model_name_or_path), data_args.family_check)
     if data_args.num_images_expected is None:
         tiles = default_tiles(checkpoint_config, data_args.max_packed_tokens)
         data_args = replace(data_args, num_images_expected=tiles)
     packing = make_packing(model_args, data_args, args, checkpoint)
-    check_loadable(**{name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")})
+    paths = {name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")}
+    check_loadable(data_args.family_check, **paths)
     style = chat_style(data_args.conv_style, checkpoint_config)
     data_args = replace(data_args, conv_style=style)
     data = make_data(model_args, data_args, args, packing, ranks)
@@ -311,6 +312,7 @@ def load_model(
         compute_dtype=compute_dtype(args),
         force_image_size=data_args.force_image_size,
         down_sample_ratio=data_args.down_sample_ratio,
+        family_check=data_args.family_check,
         **options,
     )
 

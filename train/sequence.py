@@ -45,7 +45,7 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
     if size == 1:
         return
     check_fp8(model_args.fp8, size)
-    model_type = config_of(model_args.model_name_or_path).get("model_type")
+    model_type = data_args.family_check or config_of(model_args.model_name_or_path).get("model_type")
     check_pictures(find_tower(model_type), model_type, size)
     check_packed(data_args.use_packed_ds, size)
     check_budget(data_args.max_packed_tokens, size, mode, given_multiple(data_args))

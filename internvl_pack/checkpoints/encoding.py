@@ -24,6 +24,7 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
     Raises:
         UserError: an option is not allowed, or a tile does not divide into whole tokens.
     """
+    checkpoint = served_by(checkpoint, options.get("family_check"))
     of_family = getattr(find_family(checkpoint.get("model_type")), "encoding", None)
     if of_family is not None:
         return make(EncodeConfig, options, **of_family(EncodeConfig, options, checkpoint))
@@ -39,6 +40,15 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
         ratio = checkpoint.get("downsample_ratio", TileOptions.down_sample_ratio)
     tokens = tokens_per_tile(size, patch_size_of(checkpoint), ratio)
     return make(EncodeConfig, options, image_size=size, tokens_per_tile=tokens)
+
+
+def served_by(checkpoint: Mapping[str, Any], family: str | None) -> Mapping[str, Any]:
+    """A checkpoint's config with the `model_type` by whose rules it is packed.
+
+    Args:
+        family: of `--family_check`; None for its own.
+    """
+    return checkpoint if family is None else {**checkpoint, "model_type": family}
 
 
 def default_tiles(checkpoint: Mapping[str, Any], max_packed_tokens: int) -> int:

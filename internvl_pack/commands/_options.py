@@ -121,12 +121,12 @@ def packing_config(args: argparse.Namespace, **changes: Any) -> PackingConfig:
 
 
 def _tiles(args: argparse.Namespace) -> int:
-    from ..checkpoints.encoding import default_tiles
+    from ..checkpoints.encoding import default_tiles, served_by
     from ..checkpoints.internvl_format_files import config_of
 
     with naming("--tokenizer "):
         checkpoint = config_of(getattr(args, "tokenizer", None))
-    return default_tiles(checkpoint, args.max_packed_tokens)
+    return default_tiles(served_by(checkpoint, getattr(args, "family_check", None)), args.max_packed_tokens)
 
 
 def survey_root(args: argparse.Namespace) -> Path | None:
@@ -149,7 +149,7 @@ def encode_config(args: argparse.Namespace) -> EncodeConfig:
     from ..checkpoints.internvl_format_files import chat_style, config_of
 
     with naming("--tokenizer "):
-        checkpoint = config_of(args.tokenizer)
+        checkpoint = encoding.served_by(config_of(args.tokenizer), args.family_check)
     options = vars(args) | {"conv_style": chat_style(args.conv_style, checkpoint)}
     return encoding.encode_config(options, checkpoint)
 
@@ -172,7 +172,7 @@ def open_with_tokenizer(args: argparse.Namespace) -> tuple[Samples, Any]:
     encode = encode_config(args)
     specs = load_meta(args.meta)
     sources = tuple(open_source(spec) for spec in specs)
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else stand_in_tokenizer(sources)
+    tokenizer = load_tokenizer(args.tokenizer, args.family_check) if args.tokenizer else stand_in_tokenizer(sources)
     return Samples(sources, tuple(specs), Encoder(tokenizer, encode)), tokenizer
 
 
@@ -191,8 +191,11 @@ def measure_with_bar(survey: Survey, processes: int = 0) -> None:
             bar.update(done)
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, family: str | None = None) -> Any:
     """As finetune.py loads it: that of a bare language model gets the tokens for images.
+
+    Args:
+        family: of `--family_check`.
 
     Raises:
         UserError: there is none.
@@ -203,7 +206,7 @@ def load_tokenizer(path: str) -> Any:
 
     with naming("--tokenizer "):
         tokenizer = tokenizers.load_tokenizer(path)
-        whole = find_family(config_of(path).get("model_type")) is not None
+        whole = family is not None or find_family(config_of(path).get("model_type")) is not None
     if not whole:
         tokenizers.add_image_tokens(tokenizer)
     return tokenizer

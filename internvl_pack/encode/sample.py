@@ -43,7 +43,14 @@ IGNORE = -100
 class EncodeConfig:
     """How samples become tokens and tiles."""
 
-    family: str = option("internvl", "How pictures become tiles and tokens, see families/.", flag="")
+    family: str = option(
+        "internvl",
+        "For a model of a kind that is not known: the family by whose rules its pictures become tokens. Training first "
+        "compares a pack with the model's own forward, on a small copy of it, and refuses it if they differ.",
+        flag="family_check",
+        from_checkpoint=True,
+        page="families.md#a-model-of-an-unknown-kind",
+    )
     conv_style: str = option(
         "internvl2_5",
         "Chat format: internvl2_5, Hermes-2, internlm2-chat, phi3-chat, internvl_zh, internvl3_5_gpt_oss, "

@@ -20,6 +20,7 @@ from .attention import linear_layers, register_packed_attention, select_kernel, 
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
+from .family_check import check_by_parity, check_name
 from .fp8 import check_fp8, use_fp8, why_slower
 from .freeze import freeze
 from .loss import DEFAULT_CHUNK_TOKENS, select_loss_kernel
@@ -65,6 +66,7 @@ def build_model(
     use_llm_lora: int = 0,
     drop_path_rate: float = 0.0,
     grad_checkpoint: bool = False,
+    family_check: str | None = None,
 ) -> PackedModel:
     """Load a checkpoint, or a vision tower and a language model, ready to train on packs.
 
@@ -90,13 +92,15 @@ def build_model(
         unfreeze_vit_layers: with freeze_backbone, train the vision layers from this index on; 0 is none.
         use_backbone_lora, use_llm_lora: rank of LoRA, 0 for none; the part's own weights are then frozen.
         drop_path_rate: stochastic depth of the vision tower in training, of its last layer.
+        family_check: of a model of an unknown kind, the family by whose rules it is packed, once family_check.py has
+            compared.
 
     Raises:
         UserError: names the option and what to do.
     """
-    check_loadable(model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
+    check_loadable(family_check, model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
     check_native_options(
-        config_of(model_name_or_path).get("model_type"),
+        family_check or config_of(model_name_or_path).get("model_type"),
         compile=compile,
         fp8=fp8,
         vision_micro_tiles=vision_micro_tiles,
@@ -108,14 +112,18 @@ def build_model(
         check_fp8(fp8, device, compute_dtype or dtype)
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
-        model = _load(model_name_or_path, tokenizer, implementation, dtype)
+        if family_check is not None:
+            check_by_parity(model_name_or_path, family_check, tokenizer)
+        model = _load(model_name_or_path, tokenizer, implementation, dtype, family_check)
     elif vision_path is not None and llm_path is not None:
         model = _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio or 0.5)
     else:
         raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
     if force_image_size is not None and hasattr(model.config, "vision_config"):
         resize_positions(model, force_image_size)
-    packed = PackedModel(model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles)
+    packed = PackedModel(
+        model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles, family=family_check
+    )
     check_fit(packed, tokenizer, down_sample_ratio)
     tell_how(packed.language_model, device)
     if packed.tower is not None:
@@ -170,7 +178,9 @@ def _gather_blocks(packed: PackedModel) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dtype, family_check: str | None
+) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, InternVLForConditionalGeneration
 
     family = _model_type(path, "model_name_or_path")
@@ -181,7 +191,7 @@ def _load(path: str | Path, tokenizer: Any, implementation: str, dtype: torch.dt
             return load_internvl_format(local_folder(path), image, dtype, parts)
     if family == "internvl":
         return _from_pretrained(InternVLForConditionalGeneration, path, "model_name_or_path", parts, dtype)
-    if find_tower(family) is not None:
+    if family_check is not None or find_tower(family) is not None:
         return _from_pretrained(AutoModelForImageTextToText, path, "model_name_or_path", parts, dtype)
     return _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", implementation, dtype)
 
@@ -257,15 +267,17 @@ def _from_pretrained(
         raise UserError(f"--{option} {path}: {_first_line(error)}") from error
 
 
-def check_loadable(**paths: str | Path | None) -> None:
+def check_loadable(family_check: str | None = None, **paths: str | Path | None) -> None:
     """Refuse by its config.json a model that cannot be trained here, before anything else of it is fetched.
 
     Args:
+        family_check: the family by whose rules an unknown kind is tried.
         paths: model_name_or_path, or vision_path and llm_path; one whose config cannot be read is passed over.
 
     Raises:
         UserError: names the option, and the kind of model or a folder that is not there.
     """
+    check_name(family_check)
     for option, path in paths.items():
         with naming(f"--{option} "):
             content = config_of(path)
@@ -274,7 +286,7 @@ def check_loadable(**paths: str | Path | None) -> None:
                 check_internvl_format(content)
             elif option != "vision_path" and "model_type" in content:
                 check_attention(content["model_type"])
-                check_kind(content, whole=option == "model_name_or_path")
+                check_kind(content, whole=option == "model_name_or_path", tried=family_check is not None)
 
 
 def _model_type(path: str | Path, option: str) -> str | None:

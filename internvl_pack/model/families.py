@@ -81,11 +81,12 @@ def check_attention(family: str | None) -> None:
         )
 
 
-def check_kind(content: Mapping[str, Any], whole: bool = True) -> None:
+def check_kind(content: Mapping[str, Any], whole: bool = True, tried: bool = False) -> None:
     """Refuse by its config.json what is neither of a known family nor a language model, before its weights are fetched.
 
     Args:
         whole: a model with its vision tower is asked for, not a language model alone.
+        tried: with `--family_check`, so that its kind need not be known.
 
     Raises:
         UserError: a vision-language model of another family, or a language model that transformers does not have.
@@ -100,10 +101,13 @@ def check_kind(content: Mapping[str, Any], whole: bool = True) -> None:
             f"{family!r} lets the tokens of an image see those after them, and packed attention is causal: it would be "
             "trained otherwise than it is used; take an InternVL, a Qwen2.5-VL or a Qwen3-VL"
         )
+    if whole and tried:
+        return
     if found := next((key for key in OTHER_SENSES if content.get(key)), None):
         raise UserError(
             f"{family!r} is a multimodal model of another family than {', '.join(sorted(TOWERS))} ({found} in its "
-            "config): its images are not made here; take one of these, or its language model alone with --llm_path"
+            "config): its images are not made here; take one of these, name the one that it is built as by "
+            "--family_check, or take its language model alone with --llm_path"
         )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(

@@ -92,6 +92,7 @@ class PackedModel(nn.Module):
             implementation of `register_packed_attention`. Known families are listed in families.py.
         head_chunk_tokens: labelled tokens whose logits exist at once.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
+        family: whose rules its pictures go by, if not its own's; family_check.py has compared then.
 
     Raises:
         UserError: a family that cannot be packed.
@@ -107,6 +108,7 @@ class PackedModel(nn.Module):
         *,
         head_chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         vision_micro_tiles: int | None = None,
+        family: str | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -117,7 +119,7 @@ class PackedModel(nn.Module):
         self._sequence_group: SequenceGroup | None = None
         self.routing: RoutingSums | None = None  # see balance_routers
         self._mask_stand_in: Tensor | None = None
-        self.tower = make_tower(model)
+        self.tower = make_tower(model, family)
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
         # InternVL's own forward takes the head's logits as they are, whatever its language model would do to them.

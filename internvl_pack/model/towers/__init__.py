@@ -29,15 +29,18 @@ __all__ = [
 ]
 
 
-def make_tower(model: PreTrainedModel) -> Tower | None:
+def make_tower(model: PreTrainedModel, family: str | None = None) -> Tower | None:
     """The vision side of a model; None of one without a vision config.
+
+    Args:
+        family: whose it is, if not that of its `model_type`.
 
     Raises:
         UserError: its family is not known.
     """
     if not hasattr(model.config, "vision_config"):
         return None
-    family = model.config.model_type
+    family = family or model.config.model_type
     tower = find_tower(family)
     if tower is None:
         raise UserError(

@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import native_samples as native
-from helpers.model_samples import assert_same_gradients, gradients, relative_error
+from helpers.model_samples import assert_same_gradients, gradients
 
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
+from internvl_pack.batch.loss_weights import IGNORE_INDEX
 from internvl_pack.batch.row import PackRow
+from internvl_pack.model import parity
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.records import Branch
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
-TEXT = {name: plan for name, plan in native.PLANS.items() if all(kind != "image" for kind, _ in plan)}
+TEXT = {name: plan for name, plan in parity.PLANS.items() if all(kind != "image" for kind, _ in plan)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,8 +36,8 @@ def case(family, tokenizer):
     """A model, samples with and without images, and of all of them the loss and gradients one by one."""
     packed = native.tiny_packed(tokenizer, family)
     segments = native.segments_of(tokenizer, family)
-    plain = native.plain_twin(packed)
-    loss = native.reference_loss(plain, family, segments)
+    plain = parity.own_model(packed)
+    loss = parity.own_loss(plain, segments, native.processor(family))
     loss.backward()
     return packed, family, segments, loss.item(), gradients(plain)
 
@@ -46,12 +48,8 @@ def own_errors(case):
     packed, family, segments, _, expected = case
     if not family.startswith("qwen3_5"):
         return {}
-    plain = native.plain_twin(packed)
-    plain.set_attn_implementation("eager")
-    native.reference_loss(plain, family, segments).backward()
-    names = (name for name in expected if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")))
-    found = gradients(plain)
-    return {name: relative_error(found[name], expected[name]) for name in names}
+    errors = parity.own_errors(packed, segments, native.processor(family), expected)
+    return {name: error for name, error in errors.items() if name.endswith(("A_log", "dt_bias", "in_proj_a.weight"))}
 
 
 def losses(packed, batch):
@@ -76,7 +74,7 @@ def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(case, own_error
 def test_text_alone_gives_the_same_and_zero_gradients_to_the_tower(case, tokenizer):
     packed, family, *_ = case
     segments = native.segments_of(tokenizer, family, TEXT)
-    expected = native.reference_loss(native.plain_twin(packed), family, segments)
+    expected = parity.own_loss(parity.own_model(packed), segments, native.processor(family))
     loss, found = losses(packed, native.collated(tokenizer, family, segments))
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     vision = {name: g for name, g in found.items() if ".visual." in name}
@@ -89,7 +87,7 @@ def test_positions_are_those_of_the_model_sample_by_sample(case, tokenizer):
     batch = native.collated(tokenizer, family, segments, pad_seq_to_mult=4)
     starts = batch["cu_seqlens_padded"].tolist()
     for s, start in zip(segments, starts, strict=False):
-        inputs = native.own_inputs(family, s, packed.config.image_token_id)
+        inputs = parity.own_inputs(packed.model, s, native.processor(family))
         if "image_grid_thw" in inputs:
             expected = packed.model.model.get_rope_index(
                 inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
@@ -123,7 +121,7 @@ def test_answers_to_one_prompt_give_what_each_gives_alone(case, tokenizer):
     packed, family, *_ = case
     segment = native.segment(tokenizer, family, [("text", 4), ("image", (2, 5)), ("text", 3), *[("answer", 6)] * 2])
     labels = segment.labels.copy()
-    labels[[-12, -6]] = native.IGNORE  # of each branch the last token of what it follows
+    labels[[-12, -6]] = IGNORE_INDEX  # of each branch the last token of what it follows
     branches = (Branch(6, 5, 1.0), Branch(6, 5, 0.5))
     tree = replace(segment, labels=labels, num_loss_tokens=10, branches=branches)
     batch = native.collated(tokenizer, family, [tree, *native.segments_of(tokenizer, family, TEXT)])
