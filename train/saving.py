@@ -13,7 +13,8 @@ from internvl_pack.checkpoints.processor import processor_files, save_processor
 from internvl_pack.checkpoints.tokenizers import save_tokenizer
 from internvl_pack.encode.sample import EncodeConfig
 from internvl_pack.errors import UserError
-from internvl_pack.model.packed import PackedModel, inner_names
+from internvl_pack.model.holder import inner_names
+from internvl_pack.model.packed import PackedModel
 
 from .checkpoint import give_usual_modes, writing_to
 
