@@ -264,7 +264,7 @@ class PackedModel(ModelHolder):
         if routing is not None:
             given = (num_real_tokens, cu_seqlens_unpadded, cu_seqlens_padded, attention_mask)
             routing.begin(part.take(real_tokens(input_ids, *given), False))
-        hidden = self._decode(embeddings, places, part, attention_mask, tree_links, linear, deep)
+        hidden = self._decode(embeddings, places, part, attention_mask, tree_links, deep, linear)
         if self._logit_scale != 1.0:
             hidden = hidden * self._logit_scale  # the head is linear: its logits are scaled by as much
 
@@ -444,8 +444,8 @@ class PackedModel(ModelHolder):
         part: RowSlice,
         attention_mask: Tensor | None,
         tree_links: TreeLinks | None,
-        linear: Stretches | None,
         deep: _DeepFeatures | None = None,
+        linear: Stretches | None = None,
     ) -> Tensor:
         """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
         num_tokens = embeddings.shape[1]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import native_samples as native
 from helpers.model_samples import (
     gradients,
     mixed_segments,
@@ -85,6 +86,12 @@ def test_sizes_that_the_hardware_does_not_multiply_are_left_alone(tokenizer):
 def test_experts_are_refused(tokenizer):
     with pytest.raises(UserError, match="--fp8 rowwise with a 'qwen3_moe' language model"):
         use_fp8(tiny_packed(tokenizer, "qwen3_moe"), "rowwise", "cpu")
+
+
+def test_linear_attention_is_refused():
+    packed = native.tiny_packed(native.native_tokenizer("qwen3_5"), "qwen3_5")
+    with pytest.raises(UserError, match="--fp8 rowwise with a 'qwen3_5_text' language model: its linear layers"):
+        use_fp8(packed, "rowwise", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,13 @@ def tell_how(language_model: nn.Module, device: torch.device | str | None) -> No
         return
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if takes_rows(torch.device(device)):
+    device = torch.device(device)
+    if takes_rows(device):
         logger.info("linear attention: whole rows, by flash-linear-attention and causal-conv1d")
         return
-    why = f"{missing} cannot be imported" if (missing := missing_kernel()) else "they do not run on a CPU"
+    why = f" ({missing_kernel()} cannot be imported)" if device.type == "cuda" else ""
     logger.warning(
-        "linear attention: one segment at a time, exact but slower; whole rows take flash-linear-attention and "
-        "causal-conv1d on a GPU (pip install flash-linear-attention causal-conv1d): %s",
+        "linear attention: one segment at a time, exact but slower; whole rows need a GPU and "
+        "pip install flash-linear-attention causal-conv1d%s",
         why,
     )

@@ -8,8 +8,10 @@ from helpers import native_samples as native
 from helpers.model_samples import gradients, relative_error
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from internvl_pack.checkpoints.lora import lora_layers, merged_state_dict
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import linear, linear_layers, stretches
+from internvl_pack.model.freeze import freeze
 from internvl_pack.model.selfcheck import IsolationError, check_isolation
 from internvl_pack.parallel.checks import check_linear
 
@@ -101,7 +103,22 @@ def test_a_leak_through_the_convolution_alone_is_found_out(packed, kernels, monk
 
 def test_a_log_line_says_what_to_install(packed, caplog):
     linear.tell_how(packed.language_model, "cpu")
+    assert len(caplog.records) == 1
     assert "one segment at a time" in caplog.text and "pip install flash-linear-attention causal-conv1d" in caplog.text
+
+
+def test_lora_goes_on_the_projections_and_merges_into_them(packed, tokenizer):
+    freeze(packed, use_llm_lora=2, freeze_backbone=True, freeze_mlp=True)
+    first = [path.rpartition(".")[2] for path in lora_layers(packed.language_model) if path.startswith("layers.0.")]
+    assert {"in_proj_qkv", "in_proj_z", "out_proj", "gate_proj"} <= set(first)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in packed.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    merged = native.tiny_packed(tokenizer, "qwen3_5")
+    merged.model.load_state_dict(merged_state_dict(packed.model, packed.model.state_dict()))
+    batch = native.collated(tokenizer, "qwen3_5", native.segments_of(tokenizer, "qwen3_5"))
+    assert packed(**batch).loss.item() == pytest.approx(merged(**batch).loss.item(), rel=1e-6)
 
 
 def test_sequence_parallelism_is_refused(packed):
