@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import logging
 import multiprocessing.util
@@ -23,6 +24,10 @@ if "INTERNVL_PACK_CACHE" not in os.environ:  # surveys of test data do not belon
     os.environ["INTERNVL_PACK_CACHE"] = tempfile.mkdtemp(prefix="internvl-pack-tests-")
     atexit.register(shutil.rmtree, os.environ["INTERNVL_PACK_CACHE"], ignore_errors=True)
 
+# A tenth of the suite's time was the collector's, over a million objects that tests import.
+gc.disable()  # until they are
+gc.set_threshold(20_000, 20, 20)
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "shell" / "data" / "demo"
 SHARED = ROOT.parent / "shared"
@@ -39,26 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out tests that are marked slow, and skip each that starts a process or compiles",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("--fast"):
-        return
-    import torch
-
-    def refuse_to_compile(*_, **__):
-        pytest.skip("compiles, which --fast leaves out")
-
-    def refuse_to_start(*_, **__):
-        pytest.skip("starts a process, which --fast leaves out")
-
-    def on_event(event: str, _: object) -> None:
-        if event in STARTS and config.stash.get(AT_WORK, False):
-            refuse_to_start()
-
-    torch.compile = refuse_to_compile
-    multiprocessing.util.spawnv_passfds = refuse_to_start  # of which the interpreter tells nothing
-    sys.addaudithook(on_event)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -87,6 +72,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """In a process that runs tests; one that hands them to workers collects none."""
+    gc.freeze()  # what was imported stays, and is not looked at again
+    atexit.register(gc.unfreeze)
+    gc.enable()
+    if session.config.getoption("--fast"):
+        refuse_what_is_slow(session.config)
+
+
+def refuse_what_is_slow(config: pytest.Config) -> None:
+    """From here on, a test that starts a process or compiles is skipped."""
+    import torch
+
+    def refuse_to_compile(*_, **__):
+        pytest.skip("compiles, which --fast leaves out")
+
+    def refuse_to_start(*_, **__):
+        pytest.skip("starts a process, which --fast leaves out")
+
+    def on_event(event: str, _: object) -> None:
+        if event in STARTS and config.stash.get(AT_WORK, False):
+            refuse_to_start()
+
+    torch.compile = refuse_to_compile
+    multiprocessing.util.spawnv_passfds = refuse_to_start  # of which the interpreter tells nothing
+    sys.addaudithook(on_event)
+
+
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory) -> Iterator[str]:
     """A new cache folder's name each time, which is made where something is kept there."""
@@ -104,8 +117,10 @@ def cache_of_its_own(caches, monkeypatch):
 def logs_reach_the_tests():
     """`finetune` takes the logs for itself; a test after it in the same process wants to see them again."""
     for name in ("internvl_pack", "train"):
-        logging.getLogger(name).propagate = True
-        logging.getLogger(name).setLevel(logging.NOTSET)  # a rank but the first tells errors alone
+        logger = logging.getLogger(name)
+        logger.propagate = True
+        if logger.level:  # a rank but the first tells errors alone
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
             yield from executed(child)
 
 
+@cache
+def imports_in(folder: str) -> list[tuple[Path, ast.Import | ast.ImportFrom]]:
+    """All imports in a folder's files, within functions too."""
+    return [
+        (path.relative_to(ROOT), node)
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
 def stage_of(name: str) -> str:
     parts = name.split(".")
     return parts[0] if parts[0] == "train" else ".".join(parts[:2])
@@ -126,22 +138,20 @@ def test_modules_of_ours_that_are_imported_are_there(folder):
     """Within functions too, where an import of a module that has moved shows only when the function runs."""
     there = modules().keys()
     missing = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.module}"
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}:{node.lineno} {node.module}"
+        for path, node in imports_in(folder)
         if isinstance(node, ast.ImportFrom) and not node.level and node.module
         if node.module.split(".")[0] in ("internvl_pack", "train") and node.module not in there
     ]
     assert missing == []
 
 
+@pytest.mark.slow
 def test_nothing_imports_from_a_test():
     """What several tests need stands in tests/helpers or in a conftest.py."""
     found = [
-        f"{path.relative_to(ROOT)} {name}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        f"{path} {name}"
+        for path, node in imports_in("tests")
         for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
         if any(part == "conftest" or part.startswith("test_") for part in name.split("."))
     ]

@@ -6,19 +6,25 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
     for top in ("internvl_pack", "train")
     for path in sorted((ROOT / top).rglob("*.py"))
 }
-TREES = {path: ast.parse(text) for path, text in FILES.items()}
 
 
-def test_imports_within_the_package_are_relative():
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in FILES.items()}
+
+
+def test_imports_within_the_package_are_relative(trees):
     absolute = [
         f"{path}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         if path.parts[0] == "internvl_pack"
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "internvl_pack"
@@ -26,10 +32,10 @@ def test_imports_within_the_package_are_relative():
     assert absolute == []
 
 
-def test_constants_are_explained_by_comments():
+def test_constants_are_explained_by_comments(trees):
     below = [
         f"{path}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         for parent in ast.walk(tree)
         if isinstance(parent, ast.Module | ast.ClassDef)
         for node in parent.body[1:]
@@ -39,11 +45,11 @@ def test_constants_are_explained_by_comments():
     assert below + marked == []
 
 
-def test_docstrings_list_their_errors_under_raises():
+def test_docstrings_list_their_errors_under_raises(trees):
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
     within = [
         f"{path}: {doc[:60]}"
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, kinds) and (doc := ast.get_docstring(node)) and re.search(r"Raises [`A-Z]", doc)
     ]
