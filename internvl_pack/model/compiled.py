@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -129,8 +129,12 @@ class CompiledForward:
         return self.compiled(block, *args, **kwargs)
 
 
+@cache
 def with_memory_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
-    """A torch.compile backend under an activation memory budget, which PyTorch has as a global setting only."""
+    """A torch.compile backend under an activation memory budget, which PyTorch has as a global setting only.
+
+    The same one each time: models in one process share what is compiled by one backend.
+    """
     inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
     def compile_graph(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
