@@ -135,6 +135,7 @@ class Sample:
     num_tiles: int
     num_loss_tokens: int
     num_unseen_pairs: int = 0
+    num_tile_pairs: int = 0
 
 
 def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, scale: int = 1) -> list[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
@@ -134,7 +134,7 @@ class PackingConfig:
         options = {name: value for name, value in asdict(self).items() if name not in _NO_EFFECT_ON_PACKS}
         if not self.share_prefix:
             del options["share_prefix"]  # as before there was one
-        return options | {"cost_model": list(astuple(CostModel.from_name(self.cost_model)))}  # its file may move
+        return options | {"cost_model": CostModel.from_name(self.cost_model).numbers()}  # its file may move
 
     def cut(self, record: Record, position: int) -> list[Fragment]:
         """The fragments of a sample, by `oversize` and its options; see packing/split.py, which may refuse it."""

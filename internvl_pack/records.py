@@ -56,6 +56,9 @@ class Record:
     `spans` cover its tokens in order (their sums are `num_tokens` and `num_tiles`); empty means
     one run of text without tiles. The first `num_system_tokens` tokens are the system turn.
     Of a tree the last tokens are its `branches`, before them its prefix with all tiles; a pair is not cut between them.
+
+    `num_tile_pairs` sums over its pictures the squares of their tiles, in families in which the tiles of a picture see
+    each other; 0 in others.
     """
 
     sample_id: str
@@ -66,6 +69,7 @@ class Record:
     num_system_tokens: int = 0
     branches: tuple[Branch, ...] = ()
     is_pair: bool = False
+    num_tile_pairs: int = 0
 
     @property
     def is_joined(self) -> bool:
@@ -93,6 +97,7 @@ class Fragment(NamedTuple):
 
     Of a tree it has `num_branches` of the branches. Each alone, they would take `num_saved_tokens` more, and
     `num_unseen_pairs` pairs of its tokens (a, b) do not see each other: those of different branches, both orders.
+    `num_tile_pairs` are its own, as a `Record` has them.
     """
 
     position: int
@@ -112,6 +117,7 @@ class Fragment(NamedTuple):
     num_branches: int = 0
     num_saved_tokens: int = 0
     num_unseen_pairs: int = 0
+    num_tile_pairs: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +133,6 @@ class Fragment(NamedTuple):
         return self.position, self.index
 
 
-def whole(position: int, num_tokens: int, num_tiles: int) -> Fragment:
+def whole(position: int, num_tokens: int, num_tiles: int, num_tile_pairs: int = 0) -> Fragment:
     """The single fragment of a sample that is not split."""
-    return Fragment(position, 0, 1, 0, num_tokens, 0, num_tiles)
+    return Fragment(position, 0, 1, 0, num_tokens, 0, num_tiles, num_tile_pairs=num_tile_pairs)

@@ -15,6 +15,7 @@ from ..encode.sample import EncodeConfig
 from ..encode.tiles import TileOptions
 from ..errors import naming
 from ..options import add_argument, add_options, make, option
+from ..packing.cost import model_config
 from ..sources import Source
 from ..survey.table import root_of
 
@@ -106,13 +107,15 @@ def add_not_needed(parser: Any) -> None:
 
 
 def packing_config(args: argparse.Namespace, **changes: Any) -> PackingConfig:
-    """The packing options of a command; the tile budget is written into `args` where it was left open.
+    """The packing options of a command; what was left open of tiles and costs is written into `args`.
 
     Raises:
         UserError: an option has a value that is not allowed; names it.
     """
     if args.num_images_expected is None:
         args.num_images_expected = _tiles(args)
+    if getattr(args, "cost_model", None) == PackingConfig.cost_model and (folder := _native_folder(args)):
+        args.cost_model = folder  # whose pictures cost otherwise than InternVL's tiles
     given = {name: getattr(args, name) for name in NOT_NEEDED if hasattr(args, name)} | changes
     if hasattr(args, "pad_seq_to_mult"):
         padded = make(RowOptions, vars(args)).pad_seq_to_mult
@@ -127,6 +130,17 @@ def _tiles(args: argparse.Namespace) -> int:
     with naming("--tokenizer "):
         checkpoint = config_of(getattr(args, "tokenizer", None))
     return default_tiles(served_by(checkpoint, getattr(args, "family_check", None)), args.max_packed_tokens)
+
+
+def _native_folder(args: argparse.Namespace) -> str | None:
+    """The checkpoint of `--tokenizer` where it is a local one of native resolution."""
+    from ..encode.families import find_family
+
+    folder = getattr(args, "tokenizer", None)
+    if not folder or not Path(folder, "config.json").is_file():
+        return None
+    kind = getattr(args, "family_check", None) or model_config(folder).get("model_type")
+    return folder if getattr(find_family(kind), "grid_positions", False) else None
 
 
 def survey_root(args: argparse.Namespace) -> Path | None:

@@ -63,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
     if args.num_images_expected is None:
         args.num_images_expected = default_tiles(model_config(args.model), args.max_packed_tokens)
     config = packing_config(args)
-    each_tokens, each_tiles = lengths_of(args, config)[0].sizes()
+    lengths = lengths_of(args, config)[0]
+    each_tokens, each_tiles = lengths.sizes()
     tokens, tiles = int(each_tokens.sum()), int(each_tiles.sum())
-    operations = float(cost.of(each_tokens.astype(np.float64), each_tiles.astype(np.float64)).sum())
+    sizes_of_each = (each_tokens, each_tiles, 0, lengths.tile_pairs())
+    operations = float(cost.of(*(np.asarray(sizes, np.float64) for sizes in sizes_of_each)).sum())
     packs = max(-(-tokens // args.max_packed_tokens), -(-tiles // args.num_images_expected))
     sizes = Sizes.of(model_config(args.model))
     found = memory(

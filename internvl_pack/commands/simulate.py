@@ -69,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cost = CostModel.from_name(args.cost_model)
     config = packing_config(args)
+    cost = CostModel.from_name(config.cost_model)
     make(SimulateOptions, vars(args))
     if args.workers is not None:
         print("--workers makes no difference: the steps are the same with any number of readers", file=sys.stderr)

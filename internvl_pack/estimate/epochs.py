@@ -315,7 +315,10 @@ def _costs(step: Step, budget: Budget, cost: CostModel, num_ranks: int) -> list[
     """Of each rank, summed over its micro-batches."""
     return [
         sum(
-            cost.of_pack((budget.aligned(f.num_tokens), f.num_tiles, f.num_unseen_pairs) for f in pack.fragments)
+            cost.of_pack(
+                (budget.aligned(f.num_tokens), f.num_tiles, f.num_unseen_pairs, f.num_tile_pairs)
+                for f in pack.fragments
+            )
             for packs in share
             for pack in packs
         )

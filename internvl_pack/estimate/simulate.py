@@ -19,10 +19,11 @@ from ..packing.cost import CostModel
 from ..packing.tally import quantile
 from ..records import Span
 from ..survey.survey import PART, Part, Survey
-from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, TREE, Note
+from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, TREE, Note, crowds_of, tile_pairs
 from .epochs import PackingEstimate, Spread, estimate_spread
 
 TOKENS_A_TILE = 256
+TILES_A_PICTURE = 256  # in a family of native resolution, whose tiles are tokens, where the number of images is unknown
 
 
 class LengthTable:
@@ -38,6 +39,7 @@ class LengthTable:
         note: of a row that may have to be cut, is a tree, or is refused.
         trees: bool (rows,), which rows are trees; None where there is none.
         order: int64 (samples,), which row stands at each position; None takes them as they come.
+        crowds: uint8 (rows,), how tiles are shared among pictures; None where it does not matter.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class LengthTable:
         note: Callable[[int], Note | None] | None = None,
         trees: np.ndarray | None = None,
         order: np.ndarray | None = None,
+        crowds: np.ndarray | None = None,
     ) -> None:
         self.tokens, self.tiles, self.images = tokens, tiles, images
         self._note = note or self._spread
         self._trees = trees
         self._order = order
+        self._crowds = crowds
 
     def __len__(self) -> int:
         return len(self.tokens) if self._order is None else len(self._order)
@@ -68,18 +72,28 @@ class LengthTable:
             raise UserError("--samples: there are no lengths to draw from")
         places = np.random.default_rng(seed).integers(0, len(self), num_samples)
         order = places if self._order is None else self._order[places]
-        return LengthTable(self.tokens, self.tiles, self.images, note=self._note, trees=self._trees, order=order)
+        known: dict[str, Any] = {"note": self._note, "trees": self._trees, "crowds": self._crowds}
+        return LengthTable(self.tokens, self.tiles, self.images, order=order, **known)
 
     def sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 (samples,) tokens and tiles in the order of the epoch."""
         return (self.tokens, self.tiles) if self._order is None else (self.tokens[self._order], self.tiles[self._order])
+
+    def tile_pairs(self) -> np.ndarray:
+        """int64 (samples,), as a `Fragment` has them."""
+        if self._crowds is None:
+            return np.zeros(len(self), np.int64)
+        crowds = self._crowds if self._order is None else self._crowds[self._order]
+        sizes = zip(self.sizes()[1].tolist(), crowds.tolist(), strict=True)
+        return np.array([tile_pairs(tiles, crowd) for tiles, crowd in sizes], np.int64)
 
     def part(self, mixture: Mixture, number: int) -> Part:
         start, stop = number * PART, min((number + 1) * PART, len(self))
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         tokens, tiles = self.tokens[rows], self.tiles[rows]
         trees = frozenset() if self._trees is None else frozenset(np.flatnonzero(self._trees[rows]).tolist())
-        return Part(np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows), trees)
+        crowds = None if self._crowds is None else self._crowds[rows]
+        return Part(np.zeros(len(rows), np.int64), rows, tokens, tiles, _Notes(self._note, rows), trees, crowds)
 
     def sample_id(self, dataset: int, row: int) -> str:
         return f"row {row + 1}"
@@ -122,7 +136,7 @@ def surveyed_lengths(survey: Survey, mixture: Mixture) -> LengthTable:
     """The lengths of an epoch of data of which all rows are known (`measure_all`)."""
     starts = np.cumsum([0, *(table.key.num_rows for table in survey.tables)])
     known = [table.lengths(np.arange(table.key.num_rows)) for table in survey.tables]
-    tokens, tiles, verdicts = (np.concatenate(column) for column in zip(*known, strict=True))
+    tokens, tiles, verdicts, crowds = (np.concatenate(column) for column in zip(*known, strict=True))
     datasets, rows = mixture.locate_range(0, len(mixture))
 
     def note(row: int) -> Note | None:
@@ -130,7 +144,14 @@ def surveyed_lengths(survey: Survey, mixture: Mixture) -> LengthTable:
         found = survey.tables[dataset].note(row - int(starts[dataset]))
         return found if found is None or (found.error is not None) == (verdicts[row] == REFUSED) else None
 
-    return LengthTable(tokens, tiles, note=note, trees=verdicts == TREE, order=starts[datasets] + rows)
+    return LengthTable(
+        tokens,
+        tiles,
+        note=note,
+        trees=verdicts == TREE,
+        order=starts[datasets] + rows,
+        crowds=crowds if survey.counts_pictures else None,
+    )
 
 
 def report(epoch: PackingEstimate) -> dict[str, int | float]:
@@ -228,7 +249,9 @@ def read_lengths(lines: TextIO, name: str) -> LengthTable:
         num_images = int(row[images]) if images is not None and known else 0
         for values, value in zip(columns, (*size, num_images), strict=True):
             values.append(value)
-    return LengthTable(*(np.frombuffer(column, np.int64) for column in columns))
+    arrays = [np.frombuffer(column, np.int64) for column in columns]
+    pictures = np.where(arrays[2] > 0, arrays[2], np.maximum(1, arrays[1] // TILES_A_PICTURE))
+    return LengthTable(*arrays, crowds=np.where(arrays[1] > 0, crowds_of(pictures), 0).astype(np.uint8))
 
 
 def _rows(reader: Any, name: str) -> Iterator[tuple[int, list[str]]]:

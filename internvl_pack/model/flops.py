@@ -55,13 +55,15 @@ class FlopCounts:
     """Operations of one training step by what a row holds.
 
     Attributes:
-        per_token, per_squared_token, per_loss_token, per_tile: operations of forward and backward.
+        per_token, per_squared_token, per_loss_token, per_tile, per_squared_tile: operations of forward and backward;
+            the last of a picture's tiles, in towers of native resolution.
     """
 
     per_token: float
     per_squared_token: float
     per_loss_token: float
     per_tile: float
+    per_squared_tile: float = 0.0
 
     def of(self, batch: Mapping[str, Any]) -> float:
         """Of a batch's real tokens and tiles; what is padded counts nothing.
@@ -74,6 +76,7 @@ class FlopCounts:
             + self.per_squared_token * batch["sum_squared_lengths"]
             + self.per_loss_token * batch["num_loss_tokens"]
             + self.per_tile * batch["num_tiles"]
+            + self.per_squared_tile * sum((rows * columns) ** 2 for rows, columns in batch.get("image_grids", ()))
         )
 
 
@@ -100,24 +103,30 @@ def flop_counts(
     head_passes = _passes(trains_head, trains_language or trains_before)
     # Attention has no weights: its backward is twice its forward wherever gradients pass at all.
     attention_passes = 3 if trains_language or trains_before else 1
+    tower = {"per_tile": 0.0}
+    if hasattr(config, "vision_config"):
+        tower = _tower(config, trains_vision, trains_projector)
     return FlopCounts(
         per_token=language_passes * 2 * matrices + attention_passes * 2 * mixing.token,
         per_squared_token=attention_passes * 2 * mixing.full * mixing.queries,
         per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
-        per_tile=_tile(config, trains_vision, trains_projector) if hasattr(config, "vision_config") else 0.0,
+        **tower,
     )
 
 
-def _tile(config: Any, trains_vision: bool, trains_projector: bool) -> float:
+def _tower(config: Any, trains_vision: bool, trains_projector: bool) -> dict[str, float]:
     vision = VisionSide.of(config.to_dict())
     embedding = 2 * vision.pixels * vision.width
     layers = 2 * vision.rows * vision.layers
-    attention = 4 * vision.rows * vision.seen * vision.width
+    attention = 4 * vision.rows * vision.width  # with each patch that is seen
     projector = 2 * vision.tokens * vision.projector
     vision_passes = 3 if trains_vision else 1
     # The first matrices need no gradient of their input, the pixels.
-    tower = vision_passes * (layers + attention) + (2 if trains_vision else 1) * embedding
-    return tower + _passes(trains_projector, trains_vision) * projector
+    tower = vision_passes * (layers + attention * vision.seen) + (2 if trains_vision else 1) * embedding
+    return {
+        "per_tile": tower + _passes(trains_projector, trains_vision) * projector,
+        "per_squared_tile": vision_passes * attention * vision.rows * vision.whole,
+    }
 
 
 def _passes(trained: bool, gradient_passes: bool) -> int:

@@ -67,14 +67,19 @@ class Balance:
 
     def __init__(self, budget: Budget, cost: CostModel) -> None:
         self.budget = budget
-        self._attention, self._token = cost.attention * UNIT, cost.token
+        self._attention, self._picture, self._token = cost.attention * UNIT, cost.picture * UNIT, cost.token
         self.tile_cost = cost.tile * UNIT // cost.token
         self.figures = dict.fromkeys(self.FIGURES, 0)
         self.figures["tokens_bind"] = 1
 
-    def square(self, num_pairs: int) -> int:
-        """Attention's cost of a segment, in units, by its squared length or what a tree has of it (cost.py)."""
-        return self._attention * num_pairs // self._token
+    def square(self, num_pairs: int, num_tile_pairs: int) -> int:
+        """Attention's cost of a segment and of its pictures, in units.
+
+        Args:
+            num_pairs: its squared length, or what a tree has of it (cost.py).
+            num_tile_pairs: as a `Fragment` has them.
+        """
+        return (self._attention * num_pairs + self._picture * num_tile_pairs) // self._token
 
     def cost(self, num_tokens: int, num_tiles: int, squares: int) -> int:
         """The cost of a pack, in units."""

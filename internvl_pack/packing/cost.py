@@ -1,6 +1,8 @@
 """What a pack costs to train, in floating-point operations: the one place where this is written down.
 
-    cost of a pack = token * tokens + attention * sum(length ** 2) + tile * tiles
+    cost of a pack = token * tokens + attention * sum(length ** 2) + tile * tiles + picture * sum(tiles of one ** 2)
+
+The last is of towers of native resolution, in which all patches of a picture see each other.
 
 Of a prefix tree, whose branches of a_i tokens see the prefix of p and themselves, length ** 2 is
 p ** 2 + sum(a_i * (2 * p + a_i)): the square of all its tokens less those pairs that are of different branches.
@@ -31,21 +33,28 @@ class CostModel:
     Args:
         token: per token of the row: the language model's matrices and its head.
         attention: per squared token of a segment: causal attention, half of the full square.
-        tile: per tile: the vision tower with its own attention, and the projector.
+        tile: per tile: the vision tower with the attention within a tile or a window, and the projector.
+        picture: per squared tile of a picture: attention over all of it.
     """
 
     token: int
     attention: int
     tile: int
+    picture: int = 0
 
-    def of(self, num_tokens: Any, num_tiles: Any, num_unseen_pairs: Any = 0) -> Any:
+    def of(self, num_tokens: Any, num_tiles: Any, num_unseen_pairs: Any = 0, num_tile_pairs: Any = 0) -> Any:
         """The cost of one segment, or of one tree with its `num_unseen_pairs`; arrays give an array."""
         square = num_tokens * num_tokens - num_unseen_pairs
-        return num_tokens * self.token + self.attention * square + self.tile * num_tiles
+        tower = self.tile * num_tiles + self.picture * num_tile_pairs
+        return num_tokens * self.token + self.attention * square + tower
 
     def of_pack(self, segments: Iterable[tuple[int, ...]]) -> int:
-        """The cost of a pack given as (tokens, tiles) of its segments, of trees (tokens, tiles, unseen pairs)."""
+        """The cost of a pack given as the arguments of `of` for each of its segments."""
         return sum(self.of(*segment) for segment in segments)
+
+    def numbers(self) -> list[int]:
+        """What it is compared by."""
+        return [self.token, self.attention, self.tile, *([self.picture] if self.picture else ())]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CostModel:
@@ -65,11 +74,12 @@ class CostModel:
 
         tower = VisionSide.of(config)
         times = _FORWARD_AND_BACKWARD * _FLOPS
+        per_patch = 2 * tower.width * tower.rows  # scores and values, with each patch that it sees
         return cls(
             token=times * (rows * _number(text, "hidden_size") + mixing.token),
             attention=times * mixing.full * mixing.queries,  # scores and values, halved by the causal mask
-            tile=times
-            * (tower.rows * tower.layers + 2 * tower.width * tower.rows * tower.seen + tower.tokens * tower.projector),
+            tile=times * (tower.rows * tower.layers + per_patch * tower.seen + tower.tokens * tower.projector),
+            picture=times * per_patch * tower.rows * tower.whole,
         )
 
     @classmethod
@@ -205,16 +215,11 @@ class FeedForward:
         return 3 * self.dense * self.width + self.sparse * (3 * experts * self.inner + self.experts + beside)
 
 
-# Patches of a picture of native resolution, of which all see each other, where none is given: 256 tokens.
-PICTURE_PATCHES = 1024
-
-
 @dataclass(frozen=True, slots=True)
 class VisionSide:
     """A vision tower and its projector, by what a tile needs.
 
-    A tile of a tower of native resolution is one token; what attention costs it depends on its picture, which is taken
-    to have PICTURE_PATCHES patches.
+    A tile of a tower of native resolution is one token; what attention costs it depends on its picture.
 
     Attributes:
         width, depth: of the tower, and how many layers it has.
@@ -223,7 +228,8 @@ class VisionSide:
         patches: of a tile.
         rows: patches and the class token, where there is one.
         pixels: elements of a tile that its patches are made of.
-        seen: patches that a patch sees, summed over the layers.
+        seen: patches that a patch sees in its tile or window, summed over the layers.
+        whole: layers in which it sees all of a picture of many tiles.
         tokens: of a tile.
         projector: elements of the matrices that a token meets after the tower.
         positions: rows of the table of positions.
@@ -237,6 +243,7 @@ class VisionSide:
     rows: int
     pixels: int
     seen: int
+    whole: int
     tokens: int
     projector: int
     positions: int
@@ -264,6 +271,7 @@ class VisionSide:
                 rows=side * side + 1,
                 pixels=side * side * 3 * patch * patch,
                 seen=depth * (side * side + 1),
+                whole=0,
                 tokens=round(side**2 * shrink**2),
                 projector=round(width / shrink**2) * hidden + hidden * hidden,
                 positions=side * side + 1,
@@ -286,7 +294,8 @@ class VisionSide:
             patches=merge**2,
             rows=merge**2,
             pixels=merge**2 * 3 * int(vision.get("temporal_patch_size", 2)) * patch * patch,
-            seen=full * PICTURE_PATCHES + (depth - full) * window,
+            seen=(depth - full) * window,
+            whole=full,
             tokens=1,
             projector=after * (1 + len(vision.get("deepstack_visual_indexes") or ())),
             positions=int(vision.get("num_position_embeddings") or 0),

@@ -44,6 +44,9 @@ class Packable(Protocol):
     def num_unseen_pairs(self) -> int: ...
 
     @property
+    def num_tile_pairs(self) -> int: ...
+
+    @property
     def key(self) -> tuple[Hashable, ...]: ...
 
 
@@ -108,7 +111,7 @@ class Packer(Generic[Item]):
             )
         tokens = self.budget.aligned(num_tokens)
         pairs = tokens * tokens - item.num_unseen_pairs
-        square = self._balance.square(pairs)
+        square = self._balance.square(pairs, item.num_tile_pairs)
         self._balance.add(tokens, num_tiles, square)
         self._items.append(item)
         self._waiting.tokens.append(tokens)
@@ -150,7 +153,8 @@ class Packer(Generic[Item]):
         tokens = [self.budget.aligned(item.num_tokens) for item in waiting]
         pairs = [n * n - item.num_unseen_pairs for n, item in zip(tokens, waiting, strict=True)]
         tiles = [item.num_tiles for item in waiting]
-        self._waiting = Waiting(tokens, tiles, list(map(self._balance.square, pairs)), pairs)
+        squares = [self._balance.square(n, item.num_tile_pairs) for n, item in zip(pairs, waiting, strict=True)]
+        self._waiting = Waiting(tokens, tiles, squares, pairs)
         self._tokens, self._tiles = sum(tokens), sum(self._waiting.tiles)
         self._born = list(state["born"])
         self.num_built = state["built"]

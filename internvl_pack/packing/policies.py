@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
     Attributes:
         tokens: aligned.
         tiles: as they are.
-        squares: attention's cost, by `Balance.square`.
+        squares: cost of attention, among tokens and within pictures, by `Balance.square`.
         pairs: squared aligned tokens; of a tree without the pairs of different branches.
     """
 

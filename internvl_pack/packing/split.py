@@ -74,7 +74,7 @@ def split(
     if record.branches:
         return _tree_fragments(record, position, budget, max_segment_tokens, oversize)
     if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
-        return [whole(position, record.num_tokens, record.num_tiles)]
+        return [whole(position, record.num_tokens, record.num_tiles, record.num_tile_pairs)]
     size = (
         f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}, "
         f"a pack holds {room} and {budget.max_tiles}"
@@ -89,7 +89,7 @@ def split(
         stop = layout.reach(0, room, budget.max_tiles)
         if stop == 0:
             raise SampleError("image_exceeds_budget", size)
-        return [whole(position, stop, layout.tiles_before(stop))]
+        return [whole(position, stop, layout.tiles_before(stop), layout.tile_pairs(0, stop))]
 
     return _fragments(record, layout, position, room, budget.max_tiles, repeat_system_prompt)
 
@@ -124,6 +124,7 @@ def _fragments(
             num_context_tokens=context if start and layout.inside_text(start) else 0,
             **layout.spans_of(start, stop),
             num_loss_tokens=record.num_loss_tokens,
+            num_tile_pairs=layout.tile_pairs(start, stop),
         )
         for index, (start, stop) in enumerate(pairwise(cuts))
     ]
@@ -147,7 +148,7 @@ def _tree_fragments(
         tiles = count(record.num_tiles, "tiles")
         size = f"sample {record.sample_id} has an answer of {longest:,} tokens with its prompt, {tiles}"
     elif record.num_tokens <= room:
-        found = whole(position, record.num_tokens, record.num_tiles)
+        found = whole(position, record.num_tokens, record.num_tiles, record.num_tile_pairs)
         return [found._replace(**_shared(prefix, lengths))]
     elif record.is_joined or (oversize in ("split", "truncate") and not record.is_pair):
         parts: list[list[int]] = [[]]
@@ -168,6 +169,7 @@ def _tree_fragments(
                 record.num_tiles,
                 num_prefix_tokens=prefix if index else 0,
                 num_loss_tokens=record.num_loss_tokens,
+                num_tile_pairs=record.num_tile_pairs,
                 **_shared(prefix, part),
             )
             for index, (part, (start, stop)) in enumerate(zip(parts, pairwise(ends), strict=True))
@@ -194,6 +196,7 @@ class _Layout:
 
     def __init__(self, record: Record) -> None:
         spans = record.spans or (Span(record.num_tokens, record.num_tiles),)
+        self._counts_pairs = record.num_tile_pairs > 0
         self.starts, self.tiles, self.images, self.borders = [0], [0], [], []
         self.largest_image_tokens = self.largest_image_tiles = 0
         for span in spans:
@@ -220,6 +223,13 @@ class _Layout:
         """Tiles of the images that begin before `token`, which lies at a permitted cut."""
         span = self._span_at(token)
         return self.tiles[span + 1] if token == self.starts[span + 1] else self.tiles[span]
+
+    def tile_pairs(self, start: int, stop: int) -> int:
+        """Sum of the squared tiles of the images in [start, stop), where the record counts them."""
+        if not self._counts_pairs:
+            return 0
+        first, last = self._span_at(start), self._span_at(stop - 1) + 1
+        return sum((after - before) ** 2 for before, after in pairwise(self.tiles[first : last + 1]))
 
     def spans_of(self, start: int, stop: int) -> dict[str, int]:
         """Which spans hold the tokens [start, stop), as `Fragment` has it."""

@@ -71,7 +71,7 @@ class SampleReader:
                 self.cursor += 1
                 fits = tokens[place] and tokens[place] <= room.max_tokens and tiles[place] <= room.max_tiles
                 if fits and place not in part.trees:
-                    fragments = [whole(position, tokens[place], tiles[place])]
+                    fragments = [whole(position, tokens[place], tiles[place], part.tile_pairs(place))]
                 else:
                     found = self._cut(part, place, position)
                     if found is None:

@@ -13,8 +13,9 @@ from ..errors import UserError
 from ..records import Fragment
 
 FRAGMENT_FIELDS = len(Fragment._fields)
-TREE_FIELDS = ("num_branches", "num_saved_tokens", "num_unseen_pairs")  # the last ones, which plain samples lack
-PLAIN_FIELDS = FRAGMENT_FIELDS - len(TREE_FIELDS)
+TREE_FIELDS = ("num_branches", "num_saved_tokens", "num_unseen_pairs")
+PICTURE_FIELDS = ("num_tile_pairs",)
+PLAIN_FIELDS = FRAGMENT_FIELDS - len(TREE_FIELDS) - len(PICTURE_FIELDS)  # the others are the last, which most lack
 
 
 def fragment_table(fragments: Sequence[Fragment]) -> np.ndarray:
@@ -23,7 +24,10 @@ def fragment_table(fragments: Sequence[Fragment]) -> np.ndarray:
 
 
 def narrowed(table: np.ndarray) -> np.ndarray:
-    """A `fragment_table` without TREE_FIELDS where no fragment has them: what is saved of plain samples."""
+    """A `fragment_table` without the last fields that no fragment has: what is saved of plain samples."""
+    if table[:, -len(PICTURE_FIELDS) :].any():
+        return table
+    table = table[:, : -len(PICTURE_FIELDS)]
     return table if table[:, PLAIN_FIELDS:].any() else table[:, :PLAIN_FIELDS]
 
 

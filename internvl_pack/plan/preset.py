@@ -32,7 +32,7 @@ from ..packing.offline import OFFLINE_POLICIES
 from ..records import Fragment
 from ..samples import Samples
 from .pack_file import PackRows, parquet
-from .packed_state import PLAIN_FIELDS, TREE_FIELDS, fragments_of
+from .packed_state import PLAIN_FIELDS, fragments_of
 from .sequence import PlannedPack, Refused
 
 VERSION = 3
@@ -60,6 +60,7 @@ PACK_COLUMNS = {
     "split_counts": ["int32"],
 }
 TREE_COLUMNS = {"num_branches": ["int32"], "num_saved_tokens": ["int64"], "num_unseen_pairs": ["int64"]}  # if any are
+PICTURE_COLUMNS = {"num_tile_pairs": ["int64"]}  # where they cost something
 REFUSED_COLUMNS = {
     "epoch": "int32",
     "pack": "int64",  # the pack that it was refused before; the number of packs where it came after the last
@@ -85,8 +86,9 @@ class WrittenPack(NamedTuple):
 
 def _packs_of(table: Any) -> list[WrittenPack]:
     column = {name: table[name].combine_chunks() for name in table.column_names}
-    names = [name for name in Fragment._fields if name in column or name not in TREE_FIELDS]
-    fields = np.stack([column[name].flatten().to_numpy() for name in names], axis=1)
+    values = {name: column[name].flatten().to_numpy() for name in Fragment._fields if name in column}
+    nothing = np.zeros_like(values["position"])  # what few presets have a column of
+    fields = np.stack([values.get(name, nothing) for name in Fragment._fields], axis=1)
     fragments = fragments_of(fields)
     ends = np.cumsum(column["position"].value_lengths().to_numpy()).tolist()
     read = zip(*(column[name].to_pylist() for name in _READ_COLUMNS), strict=True)

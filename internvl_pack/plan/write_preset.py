@@ -33,6 +33,7 @@ from .preset import (
     PACK_COLUMNS,
     PACKS,
     PACKS_PER_GROUP,
+    PICTURE_COLUMNS,
     PRESET,
     REFUSED,
     REFUSED_COLUMNS,
@@ -123,8 +124,11 @@ class OfflinePacks(SampleReader):
             fragments = packs[order[number]]
             tokens = [budget.aligned(fragment.num_tokens) for fragment in fragments]
             tiles = sum(fragment.num_tiles for fragment in fragments)
-            pairs = (n * n - fragment.num_unseen_pairs for n, fragment in zip(tokens, fragments, strict=True))
-            pack_cost = balance.cost(sum(tokens), tiles, sum(map(balance.square, pairs)))
+            squares = (
+                balance.square(n * n - fragment.num_unseen_pairs, fragment.num_tile_pairs)
+                for n, fragment in zip(tokens, fragments, strict=True)
+            )
+            pack_cost = balance.cost(sum(tokens), tiles, sum(squares))
             yield PlannedPack(number, pack_cost, tuple(fragments))
 
 
@@ -141,6 +145,7 @@ class _Writer:
         self._cost = CostModel.from_name(config.cost_model)
         self._budget = config.budget()
         self._columns = PACK_COLUMNS | (TREE_COLUMNS if survey.has_trees() else {})
+        self._columns |= PICTURE_COLUMNS if survey.counts_pictures else {}
         self._paths = [out / f"{name}.part" for name in (PACKS, REFUSED)]
         self.packs: list[int] = []
         self.cut_off: list[int] = []

@@ -39,6 +39,8 @@ from .table import (
     Note,
     SurveyKey,
     SurveyTable,
+    crowd_of,
+    tile_pairs,
 )
 
 # Positions of a part: 50 ms of measuring.
@@ -56,6 +58,7 @@ class Part:
     Attributes:
         datasets, rows: where they stand; int64 (n,).
         tokens, tiles: their sizes; int64 (n,), 0 where refused.
+        crowds: how their tiles are shared among pictures, uint8 (n,); None where that does not matter.
         notes: by offset: of rows that must be cut, of trees, and of rows that are refused.
         trees: their offsets.
     """
@@ -66,12 +69,17 @@ class Part:
     tiles: np.ndarray
     notes: Mapping[int, Note] = field(default_factory=dict)
     trees: frozenset[int] = frozenset()
+    crowds: np.ndarray | None = None
 
     @classmethod
     def of(cls, datasets: np.ndarray, rows: np.ndarray) -> Part:
         """Samples that are not measured yet."""
         nothing = np.zeros(len(rows), np.int64)
         return cls(datasets, rows, nothing, nothing)
+
+    def tile_pairs(self, offset: int) -> int:
+        """As a `Fragment` has them."""
+        return 0 if self.crowds is None else tile_pairs(int(self.tiles[offset]), int(self.crowds[offset]))
 
     def cut(self, offset: int, position: int, sample_id: SampleId, config: PackingConfig) -> list[Fragment]:
         """The fragments of a tree, or of a sample that does not fit into a pack, at `position` of its epoch.
@@ -85,7 +93,8 @@ class Part:
         if note.error is not None:
             raise SampleError(*note.error)
         name = sample_id(int(self.datasets[offset]), int(self.rows[offset]))
-        return config.cut(note.record(name, int(self.tokens[offset]), int(self.tiles[offset])), position)
+        sizes = int(self.tokens[offset]), int(self.tiles[offset]), self.tile_pairs(offset)
+        return config.cut(note.record(name, *sizes), position)
 
 
 class Survey:
@@ -100,6 +109,7 @@ class Survey:
     def __init__(self, samples: Samples, room: Room, root: Path | None) -> None:
         self.samples = samples
         self.room = room
+        self.counts_pictures = samples.encoder.grid_positions  # whose tiles see each other
         self.share(None)
         self.tables = tuple(SurveyTable(root, key) for key in survey_keys(samples))
 
@@ -136,7 +146,7 @@ class Survey:
             self._work_round(mixture, number)
             payload = self.exchange.get(name)
             assert payload is not None, "it was published or found while measuring the block"
-        return _unpacked(part, payload)
+        return _unpacked(part, payload, self.counts_pictures)
 
     def _work_round(self, mixture: Mixture, number: int) -> None:
         """Measure the parts of a block that are missing, from this reader's own on."""
@@ -159,7 +169,7 @@ class Survey:
 
     def _lookup(self, datasets: np.ndarray, rows: np.ndarray) -> Lengths:
         """As the tables have them; rows beyond the room count only with their note."""
-        found = Lengths(*(np.zeros(len(rows), kind) for kind in (np.int64, np.int64, np.uint8)))
+        found = Lengths(*(np.zeros(len(rows), kind) for kind in (np.int64, np.int64, np.uint8, np.uint8)))
         for dataset in np.unique(datasets).tolist():
             chosen = datasets == dataset
             for column, values in zip(found, self.tables[dataset].lengths(rows[chosen]), strict=True):
@@ -173,7 +183,7 @@ class Survey:
         Args:
             look_again: measure again the rows whose images are separate files, which the content mark does not cover.
         """
-        tokens, tiles, verdicts = self._lookup(part.datasets, part.rows)
+        tokens, tiles, verdicts, crowds = self._lookup(part.datasets, part.rows)
         if look_again:
             apart = np.array([spec.shards is None for spec in self.samples.specs])
             verdicts[apart[part.datasets] & (tiles > 0)] = MISSING
@@ -183,18 +193,20 @@ class Survey:
         new: dict[int, list[tuple[int, Measured]]] = {}
         for offset in np.flatnonzero(noted | (verdicts == MISSING)).tolist():
             dataset, row = int(part.datasets[offset]), int(part.rows[offset])
-            one = Measured(int(tokens[offset]), int(tiles[offset]), int(verdicts[offset]))
+            sizes = int(tokens[offset]), int(tiles[offset])
+            one = Measured(*sizes, int(verdicts[offset]), crowd=int(crowds[offset]))
             if noted[offset]:
                 one = one._replace(note=self.tables[dataset].note(row))
             if one.verdict == MISSING or not one.fits_note():
                 one, _ = self.measure(dataset, row)
                 new.setdefault(dataset, []).append((row, one))
-            tokens[offset], tiles[offset] = one.num_tokens, one.num_tiles
+            tokens[offset], tiles[offset], crowds[offset] = one.num_tokens, one.num_tiles, one.crowd
             if one.note is not None:
                 notes[offset] = one.note
         for dataset, found in new.items():
             self.tables[dataset].put(*zip(*found, strict=True))
-        return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes))
+        shared = crowds if self.counts_pictures else None
+        return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes), shared)
 
     def measure(self, dataset: int, row: int) -> tuple[Measured, Encoded | None]:
         """Read and encode one row, without pixels. The encoded sample is None where the row is refused."""
@@ -211,7 +223,8 @@ class Survey:
         except SampleError as error:
             return Measured.of_error(error), None
         cuttable = not self.room.holds(record.num_tokens, record.num_tiles)
-        return Measured.of_record(record, cuttable=cuttable), encoded
+        shared = [image.grid.num_tiles for image in encoded.images] if self.counts_pictures else []
+        return Measured.of_record(record, cuttable=cuttable, crowd=crowd_of(shared)), encoded
 
     def missing(self, dataset: int, rows: np.ndarray) -> np.ndarray:
         """Those of a dataset's rows, int64 (n,), that are not known."""
@@ -253,17 +266,20 @@ def survey_keys(samples: Samples) -> list[SurveyKey]:
 
 
 def _packed(part: Part) -> bytes:
-    """A part's lengths for the exchange: uint32 tokens, uint16 tiles, and notes as JSON."""
+    """A part's lengths for the exchange: uint32 tokens, uint16 tiles, uint8 crowds where they matter, notes as JSON."""
     notes = json.dumps({offset: note.to_json() for offset, note in part.notes.items()}).encode()
-    return zlib.compress(part.tokens.astype("<u4").tobytes() + part.tiles.astype("<u2").tobytes() + notes, 1)
+    crowds = b"" if part.crowds is None else part.crowds.tobytes()
+    return zlib.compress(part.tokens.astype("<u4").tobytes() + part.tiles.astype("<u2").tobytes() + crowds + notes, 1)
 
 
-def _unpacked(part: Part, payload: bytes) -> Part:
+def _unpacked(part: Part, payload: bytes, counts_pictures: bool) -> Part:
     data, n = zlib.decompress(payload), len(part.rows)
     tokens = np.frombuffer(data, "<u4", n).astype(np.int64)
     tiles = np.frombuffer(data, "<u2", n, 4 * n).astype(np.int64)
-    notes = {int(offset): Note.from_json(text) for offset, text in json.loads(data[6 * n :]).items()}
-    return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes))
+    crowds = np.frombuffer(data, np.uint8, n, 6 * n) if counts_pictures else None
+    rest = data[(7 if counts_pictures else 6) * n :]
+    notes = {int(offset): Note.from_json(text) for offset, text in json.loads(rest).items()}
+    return Part(part.datasets, part.rows, tokens, tiles, notes, _trees(notes), crowds)
 
 
 def _trees(notes: Mapping[int, Note]) -> frozenset[int]:

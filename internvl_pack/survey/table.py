@@ -8,7 +8,9 @@
 
 An entry holds all there is to say of an ordinary row:
 
-    bits 0-23 tokens   24-39 tiles   40-47 verdict   48-63 check
+    bits 0-23 tokens   24-39 tiles   40-42 verdict   43-47 crowd   48-63 check
+
+The crowd says how the tiles are shared among pictures, where that matters to what they cost (see `crowd_of`).
 
 The check is a hash of the entry, its row and the table's key. So an entry is whole and this row's own, or it counts as
 missing and is measured again. No lock is needed: a writer may be killed at any moment, two may write the same row,
@@ -44,12 +46,35 @@ VERSION = 3
 MISSING, PLAIN, CUTTABLE, REFUSED, TREE = range(5)
 MAX_TOKENS = (1 << 24) - 1
 MAX_TILES = (1 << 16) - 1
+# 1,024 times 1, 2^1/4, 2^1/2 ...: the crowd n > 0 stands for as many pictures of one size.
+_CROWDS = (0, *(round(1024 * 2 ** (n / 4)) for n in range(31)))
 _VALUE_BITS = 48
 _VALUE_MASK = (1 << _VALUE_BITS) - 1
 _MASK = (1 << 64) - 1
 _WAIT = 60  # seconds for another process's write
 
 T = TypeVar("T")
+
+
+def crowd_of(tiles: Sequence[int]) -> int:
+    """Of how many pictures of one size the squares of these pictures' tiles add up alike, to 9 %, as five bits.
+
+    0 where there are no pictures; one picture, and 2, 4, 8 ... of one size, are exact.
+    """
+    if not tiles:
+        return 0
+    pictures = 1024 * sum(tiles) ** 2 / sum(n * n for n in tiles)
+    return min(range(1, len(_CROWDS)), key=lambda n: max(_CROWDS[n] / pictures, pictures / _CROWDS[n]))
+
+
+def crowds_of(pictures: np.ndarray) -> np.ndarray:
+    """Of numbers of pictures of one size, at least 1."""
+    return np.clip(1 + np.rint(4 * np.log2(pictures)), 1, len(_CROWDS) - 1)
+
+
+def tile_pairs(num_tiles: int, crowd: int) -> int:
+    """The sum of the pictures' squared tiles, as a crowd says it; 0 for the crowd 0."""
+    return num_tiles**2 * 1024 // _CROWDS[crowd] if crowd else 0
 
 
 class Note(NamedTuple):
@@ -91,12 +116,12 @@ class Note(NamedTuple):
         found = tuple((int(n), int(trained)) for n, trained in branches)
         return cls(spans, int(num_system_tokens), int(num_loss_tokens), error, found, kind == 1, kind == 2)
 
-    def record(self, sample_id: str, num_tokens: int, num_tiles: int) -> Record:
+    def record(self, sample_id: str, num_tokens: int, num_tiles: int, num_tile_pairs: int = 0) -> Record:
         """What planning knows of a row that may be cut."""
         row = sample_id if self.is_joined else ""
         branches = tuple(Branch(*each, sample_id=row) for each in self.branches)
         rest = (self.num_loss_tokens, self.spans, self.num_system_tokens, branches, self.is_pair)
-        return Record(sample_id, num_tokens, num_tiles, *rest)
+        return Record(sample_id, num_tokens, num_tiles, *rest, num_tile_pairs=num_tile_pairs)
 
 
 class Measured(NamedTuple):
@@ -106,17 +131,18 @@ class Measured(NamedTuple):
     num_tiles: int
     verdict: int
     note: Note | None = None
+    crowd: int = 0
 
     @classmethod
-    def of_record(cls, record: Record, *, cuttable: bool) -> Measured:
+    def of_record(cls, record: Record, *, cuttable: bool, crowd: int = 0) -> Measured:
         if record.branches:
             branches = tuple((branch.num_tokens, branch.num_loss_tokens) for branch in record.branches)
             note = Note((), 0, record.num_loss_tokens, None, branches, record.is_pair, record.is_joined)
-            return cls(record.num_tokens, record.num_tiles, TREE, note)
+            return cls(record.num_tokens, record.num_tiles, TREE, note, crowd)
         if cuttable:
             note = Note(record.spans, record.num_system_tokens, record.num_loss_tokens)
-            return cls(record.num_tokens, record.num_tiles, CUTTABLE, note)
-        return cls(record.num_tokens, record.num_tiles, PLAIN)
+            return cls(record.num_tokens, record.num_tiles, CUTTABLE, note, crowd)
+        return cls(record.num_tokens, record.num_tiles, PLAIN, None, crowd)
 
     @classmethod
     def of_error(cls, error: SampleError) -> Measured:
@@ -143,11 +169,12 @@ class Measured(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Rows as arrays (n,): int64 tokens, int64 tiles, uint8 verdicts."""
+    """Rows as arrays (n,): int64 tokens, int64 tiles, uint8 verdicts, uint8 crowds."""
 
     tokens: np.ndarray
     tiles: np.ndarray
     verdicts: np.ndarray
+    crowds: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -260,11 +287,12 @@ class SurveyTable:
         entries = self._entries[rows]
         values = entries & np.uint64(_VALUE_MASK)
         valid = (entries >> np.uint64(_VALUE_BITS)) == self._checks(values, rows)
-        verdicts = np.where(valid, (values >> np.uint64(40)).astype(np.uint8), np.uint8(MISSING))
+        states = (values >> np.uint64(40)).astype(np.uint8)
+        verdicts = np.where(valid, states & np.uint8(7), np.uint8(MISSING))
         verdicts[verdicts > TREE] = MISSING
         tokens = (values & np.uint64(MAX_TOKENS)).astype(np.int64)
         tiles = (values >> np.uint64(24) & np.uint64(MAX_TILES)).astype(np.int64)
-        return Lengths(tokens, tiles, verdicts)
+        return Lengths(tokens, tiles, verdicts, states >> np.uint8(3))
 
     def _checks(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """16 bits a row: splitmix64's finaliser over value, row and key, as order/permutation.py has it."""
@@ -281,7 +309,7 @@ class SurveyTable:
             self._on_notes(lambda c: c.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", notes))
         for row, one in zip(rows, measured, strict=True):
             assert 0 <= one.num_tokens <= MAX_TOKENS and 0 <= one.num_tiles <= MAX_TILES, "a row beyond its entry"
-            value = one.num_tokens | one.num_tiles << 24 | one.verdict << 40
+            value = one.num_tokens | one.num_tiles << 24 | (one.verdict | one.crowd << 3) << 40
             check = mix64((value ^ (row * 0xD6E8FEB86659FD93 & _MASK) ^ self._seed) & _MASK) >> 48
             self._entries[row] = value | check << _VALUE_BITS
 

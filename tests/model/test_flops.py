@@ -115,3 +115,20 @@ def test_frozen_chunks_keep_no_graph(tokenizer):
     tiles = torch.randint(256, (5, 3, 56, 56), dtype=torch.uint8)
     features = packed.image_features(tiles)
     assert features.shape[:2] == (5, 4) and not features.requires_grad
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_pictures_count_by_the_square_of_their_own_patches(family):
+    """Twice the sides are four times the tiles, and sixteen times the attention where all of it is seen."""
+    tokenizer = native.native_tokenizer(family)
+    packed = native.tiny_packed(tokenizer, family)
+    counts = flop_counts(packed.config)
+    small, large = (
+        native.collated(tokenizer, family, [native.segment(tokenizer, family, [("image", grid), ("answer", 3)])])
+        for grid in ((4, 4), (8, 8))
+    )
+    without = {name: 0 for name in ("num_real_tokens", "sum_squared_lengths", "num_loss_tokens")}
+    found = [counts.of(batch | without) for batch in (small, large)]
+    whole = len(getattr(packed.config.vision_config, "fullatt_block_indexes", range(2)))
+    attention = 3 * 4 * whole * 32 * 4 * 4 * 16**2  # layers, width, patches of a tile squared, tiles squared
+    assert found[1] - 4 * found[0] == pytest.approx(16 * attention - 4 * attention)

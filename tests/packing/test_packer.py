@@ -32,6 +32,7 @@ class Item:
     num_tokens: int
     num_tiles: int = 0
     num_unseen_pairs: int = 0
+    num_tile_pairs: int = 0
 
 
 def items(*sizes: tuple[int, int] | int) -> list[Item]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers.factory import TINY, png, write_jsonl, write_meta, write_shards
+from helpers.native_samples import native_tokenizer
 from helpers.presets import (
     CONFIG,
     files,
@@ -31,6 +32,7 @@ from helpers.presets import (
 )
 
 from internvl_pack.batch.collate import FILLER_ID
+from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.errors import UserError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.offline import first_fit_decreasing, first_fit_shuffle
@@ -38,9 +40,11 @@ from internvl_pack.plan import write_preset
 from internvl_pack.plan.groups import StepPlan
 from internvl_pack.plan.preset import PACKS_PER_GROUP, Preset, PresetPacks, file_facts
 from internvl_pack.records import whole
+from internvl_pack.samples import Samples
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.preset_dataset import PresetDataset
 from internvl_pack.survey.survey import Survey
+from internvl_pack.testing.tiny import save_tiny_checkpoint
 
 pytest.importorskip("pyarrow")
 
@@ -114,6 +118,27 @@ def test_steps_ledgers_and_states_are_those_of_the_stream(config, packs_per_step
         assert num_steps == -(-dataset.preset.num_packs(epoch) // packs_per_step)
         plan.ledger.check()
         assert bool(plan.ledger.counts["tokens_cut_off"]) == (config is CUT)
+
+
+@pytest.mark.slow
+def test_pictures_of_native_resolution_are_in_the_preset_as_in_the_stream(data, tmp_path):
+    """Some of the samples are cut; costs are of a model whose tower sees whole pictures."""
+    tokenizer = native_tokenizer()
+    folder = save_tiny_checkpoint(tmp_path / "model", tokenizer, family="qwen3_vl")
+    checkpoint = json.loads((folder / "config.json").read_text())
+    encode = encode_config({"conv_style": "chat_template", "min_pixels": 1024, "max_pixels": 30_000}, checkpoint)
+    config = replace(CONFIG, num_images_expected=CONFIG.max_packed_tokens, cost_model=str(folder))
+    write_preset.plan_preset(tmp_path / "preset", Samples.from_meta(data, tokenizer, encode), config)
+    stream = PackedDataset.from_meta(data, tokenizer, config, encode=encode)
+    dataset = PresetDataset.open(tmp_path / "preset", data, tokenizer, config, encode=encode)
+    expected, plan = (each.step_plan(0, 4) for each in (stream, dataset))
+    pictures = Counter()
+    while (step := expected.next_step()) is not None:
+        assert plan.next_step().packs == step.packs
+        for pack in step.packs:
+            pictures.update(f.count > 1 for f in pack.fragments if f.num_tile_pairs)
+            assert all((f.num_tile_pairs > 0) == (f.num_tiles > 0) for f in pack.fragments)
+    assert plan.next_step() is None and pictures[False], pictures
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2, 3])

@@ -52,7 +52,7 @@ def some_rows() -> tuple[list[int], list[Measured]]:
 
 
 def everything(table: SurveyTable) -> list[tuple[int, int, int]]:
-    return list(zip(*(column.tolist() for column in table.lengths(np.arange(1000))), strict=True))
+    return list(zip(*(column.tolist() for column in table.lengths(np.arange(1000))[:3]), strict=True))
 
 
 def test_a_table_gives_back_what_was_put_in_also_to_the_next_process(table, tmp_path):
