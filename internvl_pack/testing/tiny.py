@@ -214,7 +214,8 @@ def tiny_native_config(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    section = hidden_size // 8  # rotary frequencies of a head, shared among time, height and width
+    turned = 0.5 if family.startswith("qwen3_5") else 1.0  # of a head's elements, by the rotary embedding
+    section = int(hidden_size // 8 * turned)  # rotary frequencies of a head, shared among time, height and width
     axis = section // 3
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     rope["mrope_section"] = [section - 2 * axis, axis, axis]
@@ -238,7 +239,7 @@ def tiny_native_config(
     if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0]
     if family.startswith("qwen3_5"):  # of each two layers the first is linear
-        rope["partial_rotary_factor"] = 1.0
+        rope["partial_rotary_factor"] = turned
         text |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": hidden_size // 8, "linear_value_head_dim": hidden_size // 8}
     if family.endswith("_moe"):
