@@ -96,11 +96,13 @@ def run_all(runs: list[dict[str, Any]]) -> None:
 
     Writes rank<r>.json: by step, marks of weights and optimizer states after it, the learning rate, whether it was
     skipped, and the ids of that rank's samples; losses and norms; tiles of every forward pass; what the log said; how
-    often something was compiled; and of a row at the end, losses of its targets packed and a sample at a time.
+    often something was compiled; and if asked for, of a row at the end, losses of its targets packed and a sample at a
+    time.
 
     Args:
         runs: {"options": [options of finetune.py], "planted": [step, rank] of a NaN in a gradient, or null,
-            "warm_up": whether to warm up, which finetune.py does where layers are compiled}.
+            "warm_up": whether to warm up, which finetune.py does where layers are compiled, "row": whether to run the
+            row at the end}.
     """
     set_up_logging()
     build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")  # Inductor needs a C++ compiler here
@@ -128,7 +130,8 @@ def run_all(runs: list[dict[str, Any]]) -> None:
             "compiled": watch.compiled,
             "tiles": tiles,
         }
-        seen["alone"], seen["packed"] = alone_and_packed(trainer)
+        if run["row"]:
+            seen["alone"], seen["packed"] = alone_and_packed(trainer)
         out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
         out.write_text(json.dumps(seen), encoding="utf-8")
         del prepared, trainer, watch

@@ -23,14 +23,14 @@ COMMON = {"max_steps": 3, "logging_steps": 1, "bf16": True, "learning_rate": 1e-
 FP8 = COMMON | {"fp8": "rowwise"}
 RUNS = {f"zero{stage}": FP8 | {"deepspeed": f"zero_stage{stage}"} for stage in (1, 3)}
 RUNS["without"] = COMMON | {"deepspeed": "zero_stage1"}
-RUNS["compiled"] = RUNS["zero1"] | {"compile": True}
+COMPILED = {"compiled": RUNS["zero1"] | {"compile": True, "gradient_accumulation_steps": 2}}  # on one rank
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, tokenizer) -> tuple[Path, dict[str, list[dict]]]:
     """Folder of the runs, and by run what each rank wrote down."""
     folder = made_in(tmp_path_factory.mktemp("fp8"), tokenizer, 24)
-    return folder, run_ranks(folder, RUNS)
+    return folder, run_ranks(folder, RUNS) | run_ranks(folder, COMPILED, processes=1)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "compiled"])

@@ -42,7 +42,8 @@ def runs(tmp_path_factory, tokenizer):
     checkpoint = made / "zero3 compiled" / f"checkpoint-{SAVED}"
     more = {"save_strategy": "no", "resume_from_checkpoint": checkpoint}
     resumed = RUNS["zero3 compiled"] | more
-    return run_ranks(made, {name: COMMON | options for name, options in (RUNS | {RESUMED: resumed}).items()})
+    every = {name: COMMON | options for name, options in RUNS.items()}
+    return run_ranks(made, every | {RESUMED: COMMON | resumed}, row=True)
 
 
 @pytest.mark.parametrize("name", RUNS)
