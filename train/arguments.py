@@ -244,6 +244,7 @@ class DataTrainingArguments(PackingArguments):
     max_dynamic_patch: int = encode_option("max_dynamic_patch")
     min_pixels: int | None = encode_option("min_pixels")
     max_pixels: int | None = encode_option("max_pixels")
+    video_max_pixels: int | None = encode_option("video_max_pixels")
     min_num_frame: int = encode_option("min_num_frame")
     max_num_frame: int = encode_option("max_num_frame")
     max_image_pixels: int = encode_option("max_image_pixels")

@@ -158,7 +158,7 @@ def make_collator(
         pad_token_id=train.encoder.pad_token_id,
         image_size=train.encoder.config.image_size,
         loss_reduction=data_args.loss_reduction,
-        image_token_id=train.encoder.image_context_id,
+        image_token_id=train.encoder.picture_token_ids,
         grid_positions=train.encoder.grid_positions,
         pairs=train.encoder.config.objective != "sft",
         branch_keys=args.reference_path is not None,

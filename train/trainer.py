@@ -64,6 +64,7 @@ MODEL_KEYS = (
     "max_seqlen",
     "pixel_values",
     "image_grids",
+    "second_frames",
     "image_offsets",
     "attention_mask",
     "num_loss_tokens",

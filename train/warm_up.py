@@ -76,7 +76,7 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
     pixels = None
     if model.tower is not None:
         image_id, size = model.config.image_token_id, model.tower.tile_size
-        ids[ids == image_id] = (image_id + 1) % vocabulary
+        ids = model.as_text(ids)
         ids[0, : tiles * model.tokens_per_tile] = image_id
         pixels = torch.randint(256, (tiles, 3, *size), dtype=torch.uint8, generator=generator)
     rest = tokens // 3 if pairs else tokens // 2  # of equal sizes the compiler would take that they always are

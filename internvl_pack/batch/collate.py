@@ -51,7 +51,7 @@ def packed_collate_fn(
     pad_to: int | Sequence[int] | None = None,
     pad_seq_to_mult: int = 1,
     pad_cu_seqlens_to: int | None = None,
-    image_token_id: int | None = None,
+    image_token_id: int | Sequence[int] | None = None,
     grid_positions: bool = False,
     pairs: bool = False,
     branch_keys: bool = False,
@@ -67,7 +67,8 @@ def packed_collate_fn(
         pad_seq_to_mult: pad every segment to a multiple of this many tokens, as context parallelism and
             FP8 want; the pads are unlabelled and come after all tokens that could see them.
         pad_cu_seqlens_to: also give the boundaries at this constant length, for CUDA graphs.
-        image_token_id: of the tokens that image features replace; given, they are counted.
+        image_token_id: of the tokens that image features replace, one or several (a video's may be others); given,
+            they are counted.
         grid_positions: of a model of native resolution: positions of three axes, from the grids of the images. Needs
             `image_token_id`.
         pairs: every tree is a chosen and a rejected answer: say which segments they are.
@@ -86,8 +87,11 @@ def packed_collate_fn(
             last boundary N repeated. Empty segments: for kernels that allow them, which `cu_seqlens` never asks.
         pixel_values: uint8 (T, 3, image_size, image_size), in memory as the segments' tiles are: those that are decoded
             here have a pixel's colours together, torch.channels_last.
-        image_grids: list of (rows, columns) of tokens of each image, only with `grid_positions`. No tensor, since the
-            vision tower's inputs are made from it on the host.
+        image_grids: list of (rows, columns) of tokens of each image, only with `grid_positions`; of pairs of a video's
+            frames (rows, columns, times...), the position of each pair after the first one's: they share a run of
+            tokens. No tensor, since the vision tower's inputs are made from it on the host.
+        second_frames: uint8 like `pixel_values`, only in rows with such pairs: of their tiles, in order, the second
+            frames'.
         image_offsets: int32 (images+1,); segment_tile_offsets: int32 (S+1,).
         sample_ids: list of S strings; `<pad>`, `<filler>` and `<prefix>` mark segments that are no sample.
         fragments: list of S (index, count) pairs.
@@ -166,9 +170,12 @@ def packed_collate_fn(
     if pad_cu_seqlens_to is not None:
         batch["cu_seqlens_static"] = _static(places, pad_cu_seqlens_to)
     if image_token_id is not None:
-        batch["num_image_tokens"] = int((input_ids == image_token_id).sum())
+        batch["num_image_tokens"] = int(np.isin(input_ids, image_token_id).sum())
     if grid_positions:
         batch["image_grids"] = [grid for s in segments for grid in s.image_grids]
+    second_tiles = [s.second_tiles for s in segments if s.second_tiles is not None]
+    if second_tiles:
+        batch["second_frames"] = torch.from_numpy(np.concatenate(second_tiles))
     if has_trees:
         batch["prefix_of"] = torch.from_numpy(prefix_of)
     if any(piece.reward is not None for piece in pieces):
@@ -200,7 +207,7 @@ def padded_collate_fn(
     pad_token_id: int = 0,
     image_size: int = 448,
     loss_reduction: str = "token",
-    image_token_id: int | None = None,
+    image_token_id: int | Sequence[int] | None = None,
     grid_positions: bool = False,
     pairs: bool = False,
     branch_keys: bool = False,
@@ -209,7 +216,7 @@ def padded_collate_fn(
 
     Returns:
         input_ids, labels, position_ids, attention_mask: int64 (B, L), with `grid_positions` positions (3, B, L);
-        loss_weight: float32 (B, L); image_grids as `packed_collate_fn`;
+        loss_weight: float32 (B, L); image_grids and second_frames as `packed_collate_fn`;
         pixel_values, image_offsets, sample_ids, fragments and the counts as `packed_collate_fn`. No cu_seqlens.
         branch_rewards, pairs, branch_keys: as there, of rows instead of segments.
 
@@ -246,6 +253,8 @@ def padded_collate_fn(
     lengths = torch.tensor([one["num_tokens"] for one in singles])
     batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
     batch["pixel_values"] = torch.cat([one["pixel_values"] for one in singles])
+    if second_frames := [one["second_frames"] for one in singles if "second_frames" in one]:
+        batch["second_frames"] = torch.cat(second_frames)
     counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
     batch["image_offsets"] = _offsets(counts)
     for key in ("sample_ids", "fragments", *(("image_grids",) if grid_positions else ())):
@@ -375,7 +384,7 @@ def _prefix_of(pieces: Sequence[_Piece], num_segments: int) -> np.ndarray:
 
 
 def _grid_positions(
-    pieces: Sequence[_Piece], prefix_of: np.ndarray, places: Tensor, image_token_id: int | None
+    pieces: Sequence[_Piece], prefix_of: np.ndarray, places: Tensor, image_token_id: int | Sequence[int] | None
 ) -> np.ndarray:
     """Positions of the row's tokens by time, height and width, (3, N): a branch goes on after its prefix's last."""
     if image_token_id is None:
@@ -385,7 +394,7 @@ def _grid_positions(
     for number, (start, stop) in enumerate(pairwise(places.tolist())):
         if number < len(pieces):
             piece, begun = pieces[number], after[prefix_of[number]]
-            grids = [] if piece.segment is None else piece.segment.image_grids
+            grids = () if piece.segment is None else piece.segment.image_grids
             own = positions_by_grid(piece.input_ids, image_token_id, grids, begun)
         else:
             own = np.empty((3, 0), dtype=np.int64)
@@ -417,7 +426,8 @@ def _keys(s: Segment) -> list[str]:
         return [""]
     n = s.num_prefix_tokens
     common = hashlib.blake2b(digest_size=16)
-    for values in (s.input_ids[:n], s.labels[:n], s.tiles):
+    tiles = (s.tiles,) if s.second_tiles is None else (s.tiles, s.second_tiles)
+    for values in (s.input_ids[:n], s.labels[:n], *tiles):
         common.update(np.ascontiguousarray(values).data)
     keys = [""]
     for _, part in s.branch_parts():

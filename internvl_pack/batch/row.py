@@ -19,10 +19,11 @@ class Segment:
         sample_id: provenance; `fragment` is (index, count) within the sample.
         input_ids, labels: int32 (n,); labels not shifted, IGNORE_INDEX where not trained.
         tiles: uint8 (t, 3, S, S), in placeholder order.
-        tiles_per_image: tiles of each image of the fragment; sums to t.
+        tiles_per_image: tiles of each image of the fragment, of a video of each run of its tokens; sums to t.
         num_loss_tokens: supervised targets of the whole sample, which `sample` and `square` weighting use.
-        image_columns: of each image the columns of its grid of tokens, in families of native resolution; its tiles are
+        image_grids: of each image its grid of tokens, in families of native resolution, see collate.py; its tiles are
             then its tokens in reading order.
+        second_tiles: like tiles, where these are of a video's frames, two a token: those of the second ones.
         branches: of a prefix tree: the last tokens are these branches, one after the other, before them the prefix,
             which has all of the tiles. Empty for an ordinary sample.
     """
@@ -35,12 +36,8 @@ class Segment:
     tiles_per_image: tuple[int, ...]
     num_loss_tokens: int
     branches: tuple[Branch, ...] = ()
-    image_columns: tuple[int, ...] = ()
-
-    @property
-    def image_grids(self) -> list[tuple[int, int]]:
-        """(rows, columns) of tokens of each image, in families of native resolution."""
-        return [(n // columns, columns) for n, columns in zip(self.tiles_per_image, self.image_columns, strict=True)]
+    image_grids: tuple[tuple[int, ...], ...] = ()
+    second_tiles: np.ndarray | None = None
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -66,7 +63,8 @@ class Segment:
                 self.tiles,
                 self.tiles_per_image,
                 branch.num_loss_tokens,
-                image_columns=self.image_columns,
+                image_grids=self.image_grids,
+                second_tiles=self.second_tiles,
             )
             for branch, part in self.branch_parts()
         ]

@@ -27,8 +27,10 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
     checkpoint = served_by(checkpoint, options.get("family_check"))
     of_family = getattr(find_family(checkpoint.get("model_type")), "encoding", None)
     if of_family is not None:
-        return make(EncodeConfig, options, **of_family(EncodeConfig, options, checkpoint))
-    if given := next((name for name in ("min_pixels", "max_pixels") if options.get(name) is not None), None):
+        known = options.get("family_check") is None  # what is tried is pictures alone
+        return make(EncodeConfig, options, takes_videos=known, **of_family(EncodeConfig, options, checkpoint))
+    bounds = ("min_pixels", "max_pixels", "video_max_pixels")
+    if given := next((name for name in bounds if options.get(name) is not None), None):
         raise UserError(
             f"--{given} {options[given]}: it bounds pictures of models of native resolution, and this one cuts them "
             "into tiles; use --max_dynamic_patch"

@@ -21,7 +21,11 @@ from .internvl_format_files import config_of
 from .tokenizers import name_image_tokens
 
 PREPROCESSOR, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
-BOUNDS = ("size", "min_pixels", "max_pixels")  # of pictures, in files of one age or another
+# Of pictures and videos, in files of one age or another.
+BOUNDS = (
+    *("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens"),
+    *("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames"),
+)
 CHAT_TEMPLATE, OLDER_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _BICUBIC = 3  # PIL's number

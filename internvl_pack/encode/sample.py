@@ -20,7 +20,7 @@ from ..options import check_options, count, option
 from ..records import Branch, Fragment, Record, Span
 from .augment import recompress
 from .chat import Part, PlainText, without_answers
-from .conversation import COMMON_ROLES, bind_images, image_names_of, turns_of
+from .conversation import COMMON_ROLES, PLACEHOLDER, bind_images, image_names_of, turns_of
 from .families import make_family
 from .fields import refuse_fields, tools_of, trained_answers
 from .formats import make_template
@@ -29,7 +29,18 @@ from .text import MARKUP_TOKENS, TextEncoder
 from .tiles import TileGrid
 from .tokenizer_template import TokenizerTemplate
 from .trees import OBJECTIVES, Answer, answers_of, with_those_that_leave
-from .video import PlannedFrame, decode_frames, number_of_frames, plan_clip, video_of, with_frame_lines
+from .video import (
+    PlannedFrame,
+    PlannedVideo,
+    decode_frames,
+    decode_pairs,
+    frame_lines,
+    number_of_frames,
+    plan_clip,
+    upright_size,
+    video_of,
+    with_video,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,11 +113,27 @@ class EncodeConfig:
         at_least=1,
         page="families.md#budgets",
     )
+    video_max_pixels: int | None = option(
+        None,
+        "Width x height of all frames of a video together at most, as they go into a model of native resolution. "
+        "Default: 4,096 tokens of a video, which is 8,388,608 for Qwen3-VL and Qwen3.5, 6,422,528 for the others.",
+        unit="pixels",
+        at_least=1,
+        page="families.md#videos",
+    )
     min_num_frame: int = option(
-        8, "Frames of a video at least, a tile each.", unit="frames", at_least=1, page="data.md#videos"
+        8, "Frames of a video at least, as far as it has so many.", unit="frames", at_least=1, page="data.md#videos"
     )
     max_num_frame: int = option(
-        32, "Frames of a video at most; the number is drawn for each sample.", unit="frames", at_least=1
+        32,
+        "Frames of a video at most. The number is drawn for each sample; by a model of native resolution two a second "
+        "are taken.",
+        unit="frames",
+        at_least=1,
+    )
+    takes_videos: bool = option(True, "Whether videos are read, or refused.", flag="")
+    positions_per_second: int | None = option(
+        None, "Of a video's frames in Qwen2.5-VL: tokens_per_second of the checkpoint.", at_least=1, flag=""
     )
     max_image_pixels: int = option(
         ImageRules().max_image_pixels,
@@ -158,7 +185,7 @@ class Encoded:
 
     input_ids: (n,) int32.
     labels: (n,) int32, -100 where untrained, not shifted.
-    images: in the order of their blocks; of a video its frames.
+    images: in the order of their blocks; of a video its frames, or the video.
     data_augment: re-compress the tiles when they are decoded.
     first_tile: the first tile's place in the sample; not 0 in parts of one.
     """
@@ -166,9 +193,14 @@ class Encoded:
     record: Record
     input_ids: np.ndarray
     labels: np.ndarray
-    images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...] = ()
+    images: tuple[PlannedImage, ...] | tuple[PlannedFrame, ...] | tuple[PlannedVideo, ...] = ()
     data_augment: bool = False
     first_tile: int = 0
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its tiles are of two frames each."""
+        return any(isinstance(image, PlannedVideo) for image in self.images)
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -191,14 +223,14 @@ class SpanParts(NamedTuple):
 class Outline:
     """A sample before its texts are tokenized and its images' headers are read.
 
-    names: of its images, frames: of its video; one for each span that is an image.
+    names: of its images, frames: of its video, or the video; one for each span that is an image.
     answers: of a tree, each answer with the outline of the conversation that it is alone; the rest is then the first's.
     """
 
     raw: RawSample
     spans: tuple[SpanParts, ...]
     names: list[str]
-    frames: tuple[PlannedFrame, ...]
+    frames: tuple[PlannedFrame, ...] | tuple[PlannedVideo, ...]
     max_dynamic_patch: int
     data_augment: bool
     answers: tuple[tuple[Outline, Answer], ...] = ()
@@ -269,6 +301,11 @@ class Encoder:
     def image_context_id(self) -> int:
         """Of the tokens that image features replace."""
         return self.family.image_token_id
+
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        """Of all tokens that features replace: those of images, and of videos where these are others."""
+        return getattr(self.family, "picture_token_ids", (self.image_context_id,))
 
     @property
     def grid_positions(self) -> bool:
@@ -372,14 +409,10 @@ class Encoder:
         flags = trained_answers(data, turns)
         names = image_names_of(data)
         video = video_of(data)
-        frames: tuple[PlannedFrame, ...] = ()
+        frames: tuple[PlannedFrame, ...] | tuple[PlannedVideo, ...] = ()
         if video is not None:
-            if not getattr(self.family, "takes_videos", True):
-                raise SampleError(
-                    "unsupported_field", f"a video, and videos are not trained with {self.config.family!r} yet"
-                )
-            frames = self._plan_frames(raw, *video)
-            turns = with_frame_lines(turns, len(frames))
+            frames, shown = self._plan_video(raw, *video)
+            turns = with_video(turns, shown)
         template = self._plain_text if turns[0][0] == "pretrain" else self._template
         bound = bind_images(turns, len(frames) or len(names), data)
         if isinstance(template, TokenizerTemplate):
@@ -418,11 +451,19 @@ class Encoder:
             images.append(PlannedImage(ref, size, grid))
         return tuple(images)
 
-    def _plan_frames(self, raw: RawSample, name: str, clip: tuple[float, float] | None) -> tuple[PlannedFrame, ...]:
+    def _plan_video(
+        self, raw: RawSample, name: str, clip: tuple[float, float] | None
+    ) -> tuple[tuple[PlannedFrame, ...] | tuple[PlannedVideo, ...], str]:
+        """The pictures of a video, and the text that they stand in."""
         ref = raw.resolve(name)
         part = plan_clip(ref, clip, self._rules.max_image_pixels)
+        if not self.config.takes_videos:
+            raise SampleError("unsupported_field", "a video, and --family_check compares pictures alone")
+        as_one = getattr(self.family, "plan_video", None)
+        if as_one is not None:
+            return (PlannedVideo(ref, part, as_one(upright_size(ref), part.frames, part.rate)),), PLACEHOLDER
         count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
-        return tuple(PlannedFrame(ref, part, number, count) for number in range(count))
+        return tuple(PlannedFrame(ref, part, number, count) for number in range(count)), frame_lines(count)
 
     def _assemble_tree(self, outline: Outline) -> Encoded:
         """The prefix that the answers have in common, and a branch for each: the ids that it has alone, from there on.
@@ -439,7 +480,7 @@ class Encoder:
             different = np.flatnonzero(one.input_ids[:shared] != first.input_ids[:shared])
             shared = int(different[0]) if len(different) else shared
         begin = shared - 1  # what the prefix ends before is the first token of each branch
-        is_image = first.input_ids == self.image_context_id
+        is_image = np.isin(first.input_ids, self.picture_token_ids)
         if begin < 1 or is_image[begin:].any() or any(one.images != first.images for one in alone):
             raise SampleError("answers", "the answers do not begin with the same prompt and images")
         branches = tuple(
@@ -533,11 +574,16 @@ class Encoder:
         *,
         epoch: int = 0,
         out: np.ndarray | None = None,
+        second: np.ndarray | None = None,
     ) -> np.ndarray:
         """Tiles [tile_start, tile_stop) of a sample, (tiles, 3, image_size, image_size) uint8 RGB.
 
-        Both ends must lie at borders of images. `epoch` matters to the data_augment option only. They are written into
-        `out`, an array of that shape, where one is given; see images.tiles_over for the order of memory.
+        Both ends must lie at borders of images. They are written into `out`, an array of that shape, where one is
+        given; see images.tiles_over for the order of memory.
+
+        Args:
+            epoch: of the option data_augment, and of the frames of a video that is not a picture of pairs.
+            second: of a sample that `has_pairs`, an array like `out` for the second frames.
 
         Raises:
             SampleError: an image cannot be decoded.
@@ -553,10 +599,14 @@ class Encoder:
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
+                part = tiles[first - tile_start : last - tile_start]
                 if isinstance(image, PlannedFrame):
                     frames.append(image)
+                elif isinstance(image, PlannedVideo):  # the only picture of its sample
+                    assert second is not None, "given for pairs"
+                    with isolate_sample_errors(image.ref.name):
+                        decode_pairs(image, (part, second), self._rules.max_image_pixels)
                 else:
-                    part = tiles[first - tile_start : last - tile_start]
                     with isolate_sample_errors(image.ref.name):
                         decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
             else:
@@ -582,5 +632,8 @@ class Encoder:
                     sample_id = encoded.record.sample_id
                     frames = [frame for frame in encoded.images if isinstance(frame, PlannedFrame)]
                     decode_frames(frames, sample_id, 0, None, self._rules.max_image_pixels)
+                    return
+                if isinstance(image, PlannedVideo):
+                    decode_pairs(image, None, self._rules.max_image_pixels)
                     return
                 decode_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

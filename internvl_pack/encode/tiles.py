@@ -30,6 +30,56 @@ class TileGrid:
     def num_tiles(self) -> int:
         return self.columns * self.rows + self.thumbnail
 
+    @property
+    def seen_together(self) -> tuple[int, ...]:
+        """Numbers of tiles that see each other where a tile is a token: those of a picture."""
+        return (self.num_tiles,)
+
+    @property
+    def pictures(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Its pictures in a batch: how many tiles each has, and its entry of `image_grids` (batch/collate.py)."""
+        return ((self.num_tiles, (self.rows, self.columns)),)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoGrid:
+    """A video in a family of native resolution: pairs of frames, each of `columns x rows` tokens.
+
+    A tile of it is a token's square of pixels in both frames of a pair.
+
+    Attributes:
+        frames: which ones, counted from the clip's first; two a pair.
+        stamps: the text at each pair; empty where there is none.
+        times: of each pair, positions after the video's first, where the tokens of all pairs lie in one run; empty
+            where each pair has a run of its own.
+    """
+
+    columns: int
+    rows: int
+    frames: tuple[int, ...]
+    stamps: tuple[str, ...] = ()
+    times: tuple[int, ...] = ()
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.frames) // 2
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_pairs * self.columns * self.rows
+
+    @property
+    def seen_together(self) -> tuple[int, ...]:
+        """As of a TileGrid: those of a pair."""
+        return (self.columns * self.rows,) * self.num_pairs
+
+    @property
+    def pictures(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """As of a TileGrid: one a run of tokens."""
+        if self.times:
+            return ((self.num_tiles, (self.rows, self.columns, *self.times)),)
+        return ((self.columns * self.rows, (self.rows, self.columns, 0)),) * self.num_pairs
+
 
 ONE_TILE = TileGrid(1, 1)
 

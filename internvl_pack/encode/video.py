@@ -7,6 +7,9 @@ As InternVL samples: n is drawn from `min_num_frame` to `max_num_frame`, the vid
 intervals, and one random frame is taken of each. n must not change with the epoch, since lengths are planned once; the
 frames within their intervals do. A video with fewer frames than n gives all of them, each once.
 
+Of a family of native resolution a video is one picture of pairs of frames, the same in every epoch: their number
+decides on their size, and their times are written beside them (families/native.py).
+
 Needs PyAV (`pip install internvl-pack[video]`). ffmpeg opens no file and no address by itself: it reads from the
 reference that it is handed, and only as one of the formats below.
 """
@@ -28,7 +31,7 @@ import numpy as np
 from ..errors import RemoteDataError, SampleError, UserError
 from .conversation import IMAGE_ROLES
 from .images import cut_tiles
-from .tiles import ONE_TILE, TileGrid
+from .tiles import ONE_TILE, TileGrid, VideoGrid
 
 if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
@@ -83,6 +86,15 @@ class PlannedFrame:
         return self.clip.first + first + _draw(stop - first, sample_id, epoch, self.number)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedVideo:
+    """A video as one picture of pairs of frames."""
+
+    ref: ImageRef
+    clip: Clip
+    grid: VideoGrid
+
+
 def interval(frames: int, number: int, count: int) -> tuple[int, int]:
     """[first, stop) of interval `number` of `count` equal ones over `frames` frames; never empty if count <= frames."""
     return frames * number // count, frames * (number + 1) // count
@@ -127,13 +139,21 @@ def video_of(data: Mapping) -> tuple[str, tuple[float, float] | None] | None:
     return name, (good[0], good[1])
 
 
-def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[tuple[str, str]]:
-    """The turns with `Frame-k: <image>` lines in place of `<video>`, or in front of the first human turn.
+def frame_lines(num_frames: int) -> str:
+    """InternVL's text of a video: `Frame-k: <image>` lines."""
+    return "".join(f"Frame-{k}: <image>\n" for k in range(1, num_frames + 1))
+
+
+def with_video(turns: Sequence[tuple[str, str]], shown: str) -> list[tuple[str, str]]:
+    """The turns with `shown` in place of `<video>`, or in front of the first human turn, there on lines of its own.
+
+    Args:
+        shown: a text with `<image>` for each picture. If it is lines, the line break after `<video>` is its last one's.
 
     Raises:
         SampleError: `placeholder_mismatch`.
     """
-    lines = "".join(f"Frame-{k}: <image>\n" for k in range(1, num_frames + 1))
+    is_lines = shown.endswith("\n")
     found = sum(text.count(_PLACEHOLDER) for role, text in turns if role in IMAGE_ROLES)
     if found > 1:
         raise SampleError("placeholder_mismatch", f"{found} placeholders <video> in human turns for 1 video")
@@ -141,10 +161,10 @@ def with_frame_lines(turns: Sequence[tuple[str, str]], num_frames: int) -> list[
     for role, text in turns:
         if role in IMAGE_ROLES and not placed:
             if found == 0:
-                text, placed = lines + text, True
+                text, placed = shown + "\n" * (not is_lines) + text, True
             elif _PLACEHOLDER in text:
                 before, after = text.split(_PLACEHOLDER)
-                text, placed = before + lines + after.removeprefix("\n"), True
+                text, placed = before + shown + (after.removeprefix("\n") if is_lines else after), True
         result.append((role, text))
     if not placed:
         raise SampleError("placeholder_mismatch", "1 video, but no human turn to hold it")
@@ -206,21 +226,65 @@ def decode_frames(
     Raises:
         SampleError: `video_truncated`, `video_corrupt`, and as `plan_clip`.
     """
-    ref, clip = planned[0].ref, planned[0].clip
     indices = [frame.frame_index(sample_id, epoch) for frame in planned]
+    for place, frame in enumerate(_decoded(planned[0].ref, planned[0].clip, indices, max_pixels)):
+        if out is not None:
+            cut_tiles(_pixels(frame), ONE_TILE, out[place : place + 1])
+
+
+def decode_pairs(planned: PlannedVideo, out: tuple[np.ndarray, np.ndarray] | None, max_pixels: int) -> None:
+    """The pairs of frames of a video, upright.
+
+    Args:
+        out: tiles of the first and of the second frame of each pair, (num_tiles, 3, size, size) uint8 each; None only
+            checks the frames.
+
+    Raises:
+        SampleError: as `decode_frames`.
+    """
+    grid, clip = planned.grid, planned.clip
+    size = grid.rows * grid.columns
+    frames = _decoded(planned.ref, clip, [clip.first + frame for frame in grid.frames], max_pixels)
+    for number, frame in enumerate(frames):
+        if out is not None:
+            pair, place = divmod(number, 2)
+            cut_tiles(_pixels(frame), TileGrid(grid.columns, grid.rows), out[place][pair * size : (pair + 1) * size])
+
+
+def _decoded(ref: ImageRef, clip: Clip, indices: Sequence[int], max_pixels: int) -> Iterator[VideoFrame]:
+    """Frames of a video, whose numbers do not fall.
+
+    Raises:
+        SampleError: one of them cannot be decoded.
+    """
     with _container(ref) as (container, stream):
         stream.codec_context.thread_count = 1  # workers are processes, a core each
         shown = _frames_at(container, stream, [clip.time_of(i) for i in indices], clip)
-        for place, (index, frame) in enumerate(zip(indices, shown, strict=False)):
+        for index, frame in zip(indices, shown, strict=False):
             if frame is None:
                 raise SampleError("video_truncated", f"{ref.name} ends before frame {index}, which its header promises")
             if frame.is_corrupt:
                 raise SampleError("video_corrupt", f"{ref.name}: frame {index} is damaged")
             if frame.width * frame.height > max_pixels:
                 raise SampleError("video_too_large", f"{ref.name}: frame {index} is {frame.width} x {frame.height}")
-            if out is not None:
-                pixels = np.ascontiguousarray(_upright(frame.to_ndarray(format="rgb24"), frame))
-                cut_tiles(pixels, ONE_TILE, out[place : place + 1])
+            yield frame
+
+
+def upright_size(ref: ImageRef) -> tuple[int, int]:
+    """(width, height) of a video's frames as they are shown, from its first one: PyAV tells a turn of frames only.
+
+    Raises:
+        SampleError: as `decode_frames`.
+    """
+    with _container(ref) as (container, stream):
+        stream.codec_context.thread_count = 1
+        frame = next(container.decode(stream), None)
+        if frame is None:
+            raise SampleError("video_corrupt", f"{ref.name} holds no frame")
+        matrix = _display_matrix(frame)
+        if matrix is not None and abs(matrix[0]) < abs(matrix[1]):
+            return frame.height, frame.width
+        return frame.width, frame.height
 
 
 def _frames_at(
@@ -259,6 +323,11 @@ def _timed(container: InputContainer, stream: VideoStream, clip: Clip) -> Iterat
         time = float(frame.pts * unit) if frame.pts is not None and unit else time + 1 / clip.rate
         lasts = float(frame.duration * unit) if frame.duration and unit else 0.0
         yield time, max(lasts, step), frame
+
+
+def _pixels(frame: VideoFrame) -> np.ndarray:
+    """(height, width, 3) uint8, upright."""
+    return np.ascontiguousarray(_upright(frame.to_ndarray(format="rgb24"), frame))
 
 
 def _upright(pixels: np.ndarray, frame: VideoFrame) -> np.ndarray:

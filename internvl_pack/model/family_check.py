@@ -19,7 +19,7 @@ import torch
 from ..checkpoints.encoding import encode_config, served_by
 from ..encode.families import make_family
 from ..errors import SampleError, UserError
-from .parity import PLANS, Parity, make_segment, measure_parity, pack_on_cpu, perturbed
+from .parity import PLANS, Parity, make_segment, measure_parity, pack_on_cpu, perturbed, pictures
 from .towers import TOWERS, find_tower
 
 if TYPE_CHECKING:
@@ -93,14 +93,16 @@ def _try(path: str | Path, config: PreTrainedConfig, family: str, tokenizer: Any
     processor = _image_processor(path, family)
     if tower.grid_positions:
         _check_grids(config, family, processor, tokenizer)
-    process = partial(processor, do_resize=False, input_data_format="channels_last", return_tensors="pt")
+    prepare = partial(processor, do_resize=False, input_data_format="channels_last", return_tensors="pt")
     image_token_id = packed.config.image_token_id
     layout = {"image_token_id": image_token_id, "tokens_per_tile": tower.tokens_per_tile, "side": tower.tile_size[0]}
     layout["around"] = ([0], [1])  # pictures side by side would be one to some models
     plans = PLANS if tower.grid_positions else TILE_PLANS
     segments = [make_segment(plan, seed=seed, **layout) for seed, plan in enumerate(plans.values())]
     collation = {"image_size": tower.tile_size[0], "image_token_id": image_token_id}
-    return measure_parity(packed, segments, process, grid_positions=tower.grid_positions, **collation)
+    return measure_parity(
+        packed, segments, lambda s: prepare(pictures(s)), grid_positions=tower.grid_positions, **collation
+    )
 
 
 def _image_processor(path: str | Path, family: str) -> Any:

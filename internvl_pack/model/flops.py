@@ -76,7 +76,7 @@ class FlopCounts:
             + self.per_squared_token * batch["sum_squared_lengths"]
             + self.per_loss_token * batch["num_loss_tokens"]
             + self.per_tile * batch["num_tiles"]
-            + self.per_squared_tile * sum((rows * columns) ** 2 for rows, columns in batch.get("image_grids", ()))
+            + self.per_squared_tile * sum(_squared_tiles(*grid) for grid in batch.get("image_grids", ()))
         )
 
 
@@ -112,6 +112,11 @@ def flop_counts(
         per_loss_token=head_passes * 2 * text.vocab_size * text.hidden_size,
         **tower,
     )
+
+
+def _squared_tiles(rows: int, columns: int, *times: int) -> int:
+    """Of a picture, or of so many pairs of a video's frames, each of which is one."""
+    return max(1, len(times)) * (rows * columns) ** 2
 
 
 def _tower(config: Any, trains_vision: bool, trains_projector: bool) -> dict[str, float]:

@@ -178,6 +178,25 @@ class PackedModel(ModelHolder):
         assert self.tower is not None, "asked of models that have one"
         return self.tower.tokens_per_tile
 
+    @property
+    def _picture_ids(self) -> tuple[int, ...]:
+        """Of the tokens that features replace: of images, with native resolution of videos, too."""
+        native = self.tower is not None and self.tower.grid_positions
+        return (self.config.image_token_id, self.config.video_token_id) if native else (self.config.image_token_id,)
+
+    def is_picture(self, ids: Tensor) -> Tensor:
+        """Which tokens are those that features replace: bool like `ids`."""
+        first, *others = self._picture_ids
+        found = ids == first
+        for token_id in others:
+            found = found | (ids == token_id)
+        return found
+
+    def as_text(self, ids: Tensor) -> Tensor:
+        """`ids` with another token of the vocabulary in the place of those that features replace."""
+        other = next(token_id for token_id in range(len(self._picture_ids) + 1) if token_id not in self._picture_ids)
+        return torch.where(self.is_picture(ids), other, ids)
+
     # --- forward -----------------------------------------------------------------------------------
 
     def forward(
@@ -189,7 +208,8 @@ class PackedModel(ModelHolder):
         cu_seqlens_padded: Tensor | None = None,
         prefix_of: Tensor | None = None,
         pixel_values: Tensor | None = None,
-        image_grids: Sequence[tuple[int, int]] = (),
+        image_grids: Sequence[tuple[int, ...]] = (),
+        second_frames: Tensor | None = None,
         labels: Tensor | None = None,
         loss_weight: Tensor | None = None,
         loss_normalizer: Tensor | float | None = None,
@@ -217,7 +237,7 @@ class PackedModel(ModelHolder):
                 prefix, -1 for none. On the host, as cu_seqlens then: a CUDA tensor is waited for. A branch follows its
                 prefix, and its positions go on at the prefix's end (batch/collate.py).
             pixel_values: uint8 (T, 3, S, S) in placeholder order; floats are taken as normalised.
-            image_grids: (rows, columns) of tiles of each picture, for a model of native resolution.
+            image_grids, second_frames: as `packed_collate_fn` makes them, for a model of native resolution.
             labels: not shifted; loss_weight: float32 like labels, None for 1 everywhere.
             loss_normalizer: what the weighted sum is divided by, None for this row's own sum of weights.
             num_loss_tokens, num_image_tokens: labelled targets and image tokens as the collator counted
@@ -257,7 +277,7 @@ class PackedModel(ModelHolder):
         embeddings = self.model.get_input_embeddings()(part.take(input_ids))
         deep: _DeepFeatures | None = None
         if self.has_vision:
-            found = (input_ids, pixel_values, image_grids, num_image_tokens)
+            found = (input_ids, pixel_values, image_grids, second_frames, num_image_tokens)
             embeddings, deep = self._with_images(embeddings, *found, part)
         places = None if position_ids is None else part.take(position_ids)
         routing = self.routing if self.training else None
@@ -377,7 +397,8 @@ class PackedModel(ModelHolder):
         embeddings: Tensor,
         input_ids: Tensor,
         pixel_values: Tensor | None,
-        image_grids: Sequence[tuple[int, int]],
+        image_grids: Sequence[tuple[int, ...]],
+        second_frames: Tensor | None,
         num_image_tokens: int | None,
         part: RowSlice,
     ) -> tuple[Tensor, _DeepFeatures | None]:
@@ -389,7 +410,9 @@ class PackedModel(ModelHolder):
         positions = self._image_positions(input_ids, num_tiles, num_image_tokens)
         mine = None if pixel_values is None else own_tiles(pixel_values, self.sequence_group)
         features, deep = self._features(
-            self._tiles_or_zeros(mine, embeddings.device), image_grids if num_tiles else [(1, 1)]
+            self._tiles_or_zeros(mine, embeddings.device),
+            image_grids if num_tiles else [(1, 1)],
+            None if second_frames is None else second_frames.to(embeddings.device, non_blocking=True),
         )
         if not num_tiles:
             for each in (features, *deep):
@@ -402,12 +425,12 @@ class PackedModel(ModelHolder):
 
     def _image_positions(self, input_ids: Tensor, num_tiles: int, num_image_tokens: int | None) -> Tensor:
         """Where the row's image tokens are, int64 (num_tiles * tokens_per_tile,)."""
-        is_image = input_ids.reshape(-1) == self.config.image_token_id
+        is_image = self.is_picture(input_ids.reshape(-1))
         on_host = num_image_tokens is None or input_ids.device.type == "cpu"
         positions = true_positions(is_image, None if on_host else num_image_tokens)
         if len(positions) != num_tiles * self.tokens_per_tile:
             raise ValueError(
-                f"{len(positions)} image tokens (id {self.config.image_token_id}) for {num_tiles} tiles of "
+                f"{len(positions)} image tokens (id {self._picture_ids[0]}) for {num_tiles} tiles of "
                 f"{self.tokens_per_tile} tokens: --force_image_size, --down_sample_ratio and the tokenizer must be the "
                 "model's"
             )
@@ -427,13 +450,15 @@ class PackedModel(ModelHolder):
         """Tiles (T, 3, S, S), uint8 or normalised, to (T, tokens_per_tile, H); no graph where all of it is frozen."""
         return self._features(tiles).tokens
 
-    def _features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = ()) -> Features:
+    def _features(
+        self, tiles: Tensor, grids: Sequence[tuple[int, ...]] = (), second_frames: Tensor | None = None
+    ) -> Features:
         assert self.tower is not None, "called for models that have one"
         trained = any(p.requires_grad for module in self.vision_modules for p in module.parameters())
         chunks = tiles.split(self.vision_micro_tiles or len(tiles))
         with contextlib.nullcontext() if trained or tiles.requires_grad else torch.no_grad():
             if len(chunks) == 1:
-                return self.tower.features(tiles, grids, is_compiled=self.is_compiled)
+                return self.tower.features(tiles, grids, second_frames, is_compiled=self.is_compiled)
             features = [self.tower.features(chunk, is_compiled=self.is_compiled).tokens for chunk in chunks]
             return Features(torch.cat(features))
 

@@ -31,8 +31,8 @@ GRADIENT_TOLERANCE = 1e-5  # relative to each gradient's norm
 ZERO = 1e-9  # of the whole gradient's norm: rounding of one that is zero, as a key bias's without rotary positions
 PLAIN_TOKENS = 256  # ids of made-up text are below it
 
-# Pictures (height, width, 3) uint8 to inputs of the model by name, without resizing them.
-ImageProcessor = Callable[[list[np.ndarray]], Mapping[str, Any]]
+# A sample with pictures to the model's inputs of them, by name; see `pictures`.
+Process = Callable[[Segment], Mapping[str, Any]]
 # ("text" | "answer", number of tokens) and ("image", (rows, columns) of tiles, or their number).
 Plan = Sequence[tuple[str, Any]]
 
@@ -67,12 +67,12 @@ def make_segment(
     ids: list[int] = []
     labels: list[int] = []
     counts: list[int] = []
-    columns: list[int] = []
+    grids: list[tuple[int, ...]] = []
     for kind, what in plan:
         if kind == "image":
             counts.append(int(np.prod(what)))
             if isinstance(what, tuple):
-                columns.append(what[1])
+                grids.append(what)
             new = [*around[0], *[image_token_id] * (counts[-1] * tokens_per_tile), *around[1]]
         else:
             words: Any = rng.integers(0, PLAIN_TOKENS, what)
@@ -87,7 +87,7 @@ def make_segment(
         tiles=rng.integers(0, 256, (sum(counts), 3, side, side), dtype=np.uint8),
         tiles_per_image=tuple(counts),
         num_loss_tokens=sum(label != IGNORE_INDEX for label in labels[1:]),
-        image_columns=tuple(columns),
+        image_grids=tuple(grids),
     )
 
 
@@ -126,14 +126,19 @@ def own_model(packed: PackedModel, attention: str = "sdpa") -> PreTrainedModel:
 def pictures(segment: Segment) -> list[np.ndarray]:
     """The pictures that a segment's tiles are of, (height, width, 3) uint8; without grids each tile is one."""
     found, done = [], 0
-    for rows, columns in segment.image_grids if segment.image_columns else [(1, 1)] * len(segment.tiles):
-        tiles = segment.tiles[done : done + rows * columns].reshape(rows, columns, *segment.tiles.shape[1:])
-        found.append(tiles.transpose(0, 3, 1, 4, 2).reshape(rows * tiles.shape[3], columns * tiles.shape[4], 3))
+    for rows, columns in segment.image_grids or [(1, 1)] * len(segment.tiles):
+        found.append(picture(segment.tiles[done : done + rows * columns], rows))
         done += rows * columns
     return found
 
 
-def own_inputs(plain: PreTrainedModel, segment: Segment, process: ImageProcessor | None) -> dict[str, Tensor]:
+def picture(tiles: np.ndarray, rows: int) -> np.ndarray:
+    """Tiles (t, 3, S, S) in reading order, in so many rows, as one picture (height, width, 3)."""
+    cells = tiles.reshape(rows, -1, *tiles.shape[1:])
+    return cells.transpose(0, 3, 1, 4, 2).reshape(rows * tiles.shape[2], -1, 3)
+
+
+def own_inputs(plain: PreTrainedModel, segment: Segment, process: Process | None) -> dict[str, Tensor]:
     """What the family's processor gives the model for one sample."""
     taken = inspect.signature(plain.forward).parameters
     ids = torch.from_numpy(segment.input_ids).long()[None]
@@ -143,20 +148,20 @@ def own_inputs(plain: PreTrainedModel, segment: Segment, process: ImageProcessor
     image = (ids == plain.config.image_token_id).int()
     inputs |= {name: image for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
     if len(segment.tiles):
-        inputs |= {name: value for name, value in process(pictures(segment)).items() if name in taken}
+        inputs |= {name: value for name, value in process(segment).items() if name in taken}
     return inputs
 
 
 def own_loss(
     plain: PreTrainedModel,
     segments: Sequence[Segment],
-    process: ImageProcessor | None = None,
+    process: Process | None = None,
     weight: Callable[[int], float] = lambda targets: 1.0,
 ) -> Tensor:
     """Sum of w * ce over the sum of w by the model's own forward, a sample at a time.
 
     Args:
-        process: the model's image processor; None for a language model.
+        process: what the model's own processor makes of pictures; None for a language model.
         weight: of each target of a sample, by the number of them.
     """
     total, weights = torch.zeros(()), 0.0
@@ -197,7 +202,7 @@ def gradient_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def own_errors(
-    packed: PackedModel, segments: Sequence[Segment], process: ImageProcessor | None, expected: Mapping[str, Tensor]
+    packed: PackedModel, segments: Sequence[Segment], process: Process | None, expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """How far the model's own gradients with eager attention are from those with SDPA: what rounding does to them.
 
@@ -237,13 +242,13 @@ class Parity(NamedTuple):
 
 
 def measure_parity(
-    packed: PackedModel, segments: Sequence[Segment], process: ImageProcessor | None = None, **collation: Any
+    packed: PackedModel, segments: Sequence[Segment], process: Process | None = None, **collation: Any
 ) -> Parity:
     """Compare a pack of these samples with the model's own forward, loss and every gradient.
 
     Args:
         packed: in float32 on the CPU.
-        process: the model's image processor; None for a language model.
+        process: what the model's own processor makes of pictures; None for a language model.
         collation: options of `packed_collate_fn`.
     """
     plain = own_model(packed)

@@ -170,10 +170,9 @@ def _segment(core: PackedModel, seed: int) -> dict[str, Tensor]:
     text = torch.randint(vocabulary, (2 * TOKENS_OF_TEXT,), generator=generator)
     if core.tower is None:
         return {"ids": text}
-    image_id = core.config.image_token_id
-    text[text == image_id] = (image_id + 1) % vocabulary
+    text = core.as_text(text)
     size = core.tower.tile_size
-    image = torch.full((core.tokens_per_tile,), image_id)
+    image = torch.full((core.tokens_per_tile,), core.config.image_token_id)
     return {
         "ids": torch.cat([text[:TOKENS_OF_TEXT], image, text[TOKENS_OF_TEXT:]]),
         "tile": torch.randint(256, (1, 3, *size), dtype=torch.uint8, generator=generator),
@@ -184,11 +183,10 @@ def _changed(core: PackedModel, segment: dict[str, Tensor]) -> dict[str, Tensor]
     """Another token at every place of text, and the negative of the tile."""
     vocabulary = core.config.get_text_config().vocab_size
     other = (segment["ids"] + vocabulary // 2) % vocabulary
-    if "tile" not in segment:
+    if core.tower is None:
         return {"ids": other}
-    image_id = core.config.image_token_id
-    other[other == image_id] = (image_id + 1) % vocabulary
-    return {"ids": torch.where(segment["ids"] == image_id, image_id, other), "tile": 255 - segment["tile"]}
+    ids = torch.where(core.is_picture(segment["ids"]), segment["ids"], core.as_text(other))
+    return {"ids": ids} | ({"tile": 255 - segment["tile"]} if "tile" in segment else {})
 
 
 def _of_row(core: PackedModel, name: str, values: Tensor, batch: dict[str, Any]) -> Tensor:

@@ -206,7 +206,7 @@ def collect(
     budget = {"tokens": config.max_packed_tokens * packs, "tiles": config.num_images_expected * packs}
     most_tiles = num_rows * budget["tiles"]
     room = _Room(tile_pixels=112 if most_tiles <= 480 else 80 if most_tiles <= 1600 else 56)
-    decoder = _Decoder(tokenizer, dataset.encoder.image_context_id, room)
+    decoder = _Decoder(tokenizer, dataset.encoder.picture_token_ids, room)
     rows: list[RowView] = []
     for batch in follow(islice(loader, num_rows)):
         rows.append(_row(batch, len(rows) + 1, decoder, max_text=MAX_TEXT // num_rows))
@@ -233,7 +233,7 @@ def _row(batch: dict[str, Any], number: int, decoder: _Decoder, *, max_text: int
         weight=float(batch["loss_weight"].numpy().sum(dtype=np.float64)),
         boundaries={name: batch[name].tolist() for name in ("cu_seqlens", "cu_seqlens_padded") if name in batch},
         trained_runs=runs_of(trained),
-        image_runs=runs_of(batch["input_ids"][0].numpy() == decoder.context_id),
+        image_runs=runs_of(np.isin(batch["input_ids"][0].numpy(), decoder.picture_ids)),
     )
 
 
@@ -278,12 +278,16 @@ def _segments(batch: dict[str, Any], decoder: _Decoder, max_text: int) -> Iterat
         )
 
 
-def _joined(tiles: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
-    """Tiles (t, 3, S, S) of an image; of one with a grid (rows, columns) the picture that they are of, as one."""
+def _joined(tiles: np.ndarray, grid: tuple[int, ...] | None) -> np.ndarray:
+    """Tiles (t, 3, S, S) of an image; of one with a grid (rows, columns, ...) the picture that they are of, as one.
+
+    Of pairs of a video's frames it is the first frames, one below the other.
+    """
     if grid is None:
         return tiles
-    cells = tiles.reshape(*grid, *tiles.shape[1:]).transpose(2, 0, 3, 1, 4)
-    return cells.reshape(1, 3, grid[0] * tiles.shape[2], grid[1] * tiles.shape[3])
+    columns = grid[1]
+    cells = tiles.reshape(-1, columns, *tiles.shape[1:]).transpose(2, 0, 3, 1, 4)
+    return cells.reshape(1, 3, -1, columns * tiles.shape[3])
 
 
 def runs_of(flags: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -295,8 +299,8 @@ def runs_of(flags: np.ndarray) -> tuple[tuple[int, int], ...]:
 class _Decoder:
     """Ids of a segment to pieces."""
 
-    def __init__(self, tokenizer: Any, context_id: int, room: _Room) -> None:
-        self.tokenizer, self.context_id, self.room = tokenizer, context_id, room
+    def __init__(self, tokenizer: Any, picture_ids: Sequence[int], room: _Room) -> None:
+        self.tokenizer, self.picture_ids, self.room = tokenizer, picture_ids, room
         self._special = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int64)
 
     def pieces(
@@ -305,7 +309,7 @@ class _Decoder:
         """Args: ids, trained: (n,); images: (tiles, 3, S, S) each, in the order of their blocks."""
         kinds = np.zeros(len(ids), dtype=np.int8)
         kinds[np.isin(ids, self._special)] = 1
-        kinds[ids == self.context_id] = 2
+        kinds[np.isin(ids, self.picture_ids)] = 2
         key = kinds * 2 + trained
         breaks = np.flatnonzero((key[1:] != key[:-1]) | (kinds[1:] == 1)) + 1
         edges = [0, *breaks.tolist(), len(ids)]

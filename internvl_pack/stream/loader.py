@@ -383,7 +383,7 @@ def packed_collator(
         pad_to=pad_to,
         pad_seq_to_mult=pad_seq_to_mult,
         pad_cu_seqlens_to=pad_cu_seqlens_to,
-        image_token_id=dataset.encoder.image_context_id,
+        image_token_id=dataset.encoder.picture_token_ids,
         grid_positions=dataset.encoder.grid_positions,
         pairs=dataset.encoder.config.objective != "sft",
         branch_keys=branch_keys,

@@ -16,10 +16,10 @@ import numpy as np
 from ..batch.loss_weights import IGNORE_INDEX
 from ..batch.row import PackRow, Segment
 from ..config import PackingConfig
-from ..encode.images import tiles_over
+from ..encode.images import empty_tiles, tiles_over
 from ..encode.sample import Encoded, Outline, PlannedImage
 from ..encode.trees import with_those_that_leave
-from ..encode.video import PlannedFrame
+from ..encode.video import PlannedFrame, PlannedVideo
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..order.mixture import Mixture
 from ..plan.groups import Step, StepPlan, deal
@@ -104,14 +104,16 @@ class SampleSegments:
     def segment(self, pack: PlannedPack, fragment: Fragment, out: np.ndarray) -> Segment:
         encoded = self.encoded(fragment)
         try:
-            tiles = self._samples.encoder.decode(encoded, 0, fragment.num_tiles, epoch=self._epoch, out=out)
+            second = empty_tiles(fragment.num_tiles, out.shape[-1]) if encoded.has_pairs else None
+            what = (encoded, 0, fragment.num_tiles)
+            tiles = self._samples.encoder.decode(*what, epoch=self._epoch, out=out, second=second)
         except SampleError as error:
             if not encoded.record.is_joined:
                 raise
             own = self.name(fragment)
             others = [branch.sample_id for branch in encoded.branches if branch.sample_id != own]
             raise with_those_that_leave(error, others) if others else error from None
-        return make_segment(encoded, fragment, tiles)
+        return make_segment(encoded, fragment, tiles, second)
 
     def name(self, fragment: Fragment) -> str:
         return self._samples.sample_id(*self._mixture.locate(fragment.position))
@@ -275,27 +277,30 @@ class Reader:
         return about | {"epoch": self.epoch, "step": self.plan.num_steps - 1}
 
 
-def make_segment(encoded: Encoded, fragment: Fragment, tiles: np.ndarray) -> Segment:
+def make_segment(
+    encoded: Encoded, fragment: Fragment, tiles: np.ndarray, second_tiles: np.ndarray | None = None
+) -> Segment:
     """A fragment as it is encoded, with its tiles, as a segment of a pack."""
     ids, labels = encoded.input_ids[: fragment.num_tokens], encoded.labels[: fragment.num_tokens]
     num_loss_tokens = encoded.record.num_loss_tokens
     if len(ids) < encoded.record.num_tokens:  # truncated: what is left is the whole sample
         num_loss_tokens = int((labels[1:] != IGNORE_INDEX).sum())
-    grids = [image.grid for image in images_of(encoded, fragment)]
+    pictures = [picture for image in images_of(encoded, fragment) for picture in image.grid.pictures]
     return Segment(
         encoded.record.sample_id,
         (fragment.index, fragment.count),
         ids,
         labels,
         tiles,
-        tuple(grid.num_tiles for grid in grids),
+        tuple(num_tiles for num_tiles, _ in pictures),
         num_loss_tokens,
         encoded.record.branches,
-        tuple(grid.columns for grid in grids),
+        tuple(grid for _, grid in pictures),
+        second_tiles,
     )
 
 
-def images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage | PlannedFrame]:
+def images_of(encoded: Encoded, fragment: Fragment) -> Iterator[PlannedImage | PlannedFrame | PlannedVideo]:
     """The images of a fragment: all but those behind the end of a truncated sample."""
     first = 0
     for image in encoded.images:

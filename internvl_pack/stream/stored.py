@@ -252,9 +252,9 @@ class StoredSegments:
             with isolate_sample_errors(f"data_augment of {name}"):
                 recompress(tiles, name, self._epoch, fragment.tile_start)
         per_image = tuple(image.grid.num_tiles for image in images)
-        columns = tuple(image.grid.columns for image in images)
+        grids = tuple((image.grid.rows, image.grid.columns) for image in images)
         place = (fragment.index, fragment.count)
-        return Segment(name, place, ids, labels, tiles, per_image, record.num_loss_tokens, image_columns=columns)
+        return Segment(name, place, ids, labels, tiles, per_image, record.num_loss_tokens, image_grids=grids)
 
     def _image(self, shard: str, sample_id: str, stored: dict[str, Any]) -> PlannedImage:
         if shard not in self._stamps:

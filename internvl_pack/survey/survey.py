@@ -223,7 +223,7 @@ class Survey:
         except SampleError as error:
             return Measured.of_error(error), None
         cuttable = not self.room.holds(record.num_tokens, record.num_tiles)
-        shared = [image.grid.num_tiles for image in encoded.images] if self.counts_pictures else []
+        shared = [n for image in encoded.images for n in image.grid.seen_together] if self.counts_pictures else []
         return Measured.of_record(record, cuttable=cuttable, crowd=crowd_of(shared)), encoded
 
     def missing(self, dataset: int, rows: np.ndarray) -> np.ndarray:

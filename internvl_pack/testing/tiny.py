@@ -31,9 +31,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Before and after a picture, its tokens, those of a video.
+# Before and after a picture, its tokens, those of a video; before and after a video, where these are others.
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-GLM_TOKENS = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
+GLM_TOKENS = (
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
+)
 # Contents are a string, or a list of parts, of which images are written as processors want them.
 NATIVE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -78,7 +81,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 2048, family: str = "
     )
     fast.chat_template = CHAT_TEMPLATE
     if family != "internvl":
-        start, end, image, _ = images
+        start, end, image = images[:3]
         fast.chat_template = NATIVE_CHAT_TEMPLATE.replace("IMAGE", start + image + end)
     return fast
 
@@ -247,8 +250,11 @@ def tiny_native_config(
     if family == "qwen3_5_moe":
         del text["intermediate_size"]
         text["shared_expert_intermediate_size"] = hidden_size
-    start, end, image, video = (tokenizer.get_added_vocab()[token] for token in _native_tokens(family))
-    kind = "image" if family == "glm4v" else "vision"
+    start, end, image, video, *others = (tokenizer.get_added_vocab()[token] for token in _native_tokens(family))
+    borders = {"vision_start_token_id": start, "vision_end_token_id": end}
+    if family == "glm4v":
+        borders = {"image_start_token_id": start, "image_end_token_id": end}
+        borders |= dict(zip(("video_start_token_id", "video_end_token_id"), others, strict=True))
     return AutoConfig.for_model(
         family,
         text_config=text | {"rope_parameters": rope},
@@ -256,7 +262,7 @@ def tiny_native_config(
         image_token_id=image,
         video_token_id=video,
         tie_word_embeddings=False,
-        **{f"{kind}_start_token_id": start, f"{kind}_end_token_id": end},
+        **borders,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import struct
 import sys
 import tarfile
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.clips import STEP, clip, quartered, shown, turned, video_sample
 from helpers.encode_samples import SPEC, BytesRef, assert_branches_are_the_answers, jpeg, raw_sample
 from helpers.factory import TINY, write_meta
 
@@ -27,24 +27,6 @@ from internvl_pack.survey.validate import Checker, validate
 
 av = pytest.importorskip("av")
 LIMIT = 1 << 26
-STEP = 20  # grey levels between digits
-
-
-def clip(frames: int = 60, rate: int = 10, kind: str = "mp4", codec: str = "mpeg4", **options) -> bytes:
-    """A video of 64 x 48. Frame i has i's tens as the grey of its left half, its ones as that of the right half."""
-    with tempfile.NamedTemporaryFile() as file:
-        with av.open(file.name, "w", format=kind, options=options) as container:
-            stream = container.add_stream(codec, rate=rate)
-            stream.width, stream.height = 64, 48
-            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-            stream.bit_rate = 4_000_000
-            stream.codec_context.gop_size = 12
-            for i in range(frames):
-                picture = np.full((48, 64, 3), 20 + STEP * (i // 10), np.uint8)
-                picture[:, 32:] = 20 + STEP * (i % 10)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            container.mux(stream.encode())
-        return open(file.name, "rb").read()
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +38,6 @@ def minute() -> bytes:
 @pytest.fixture(scope="module")
 def encoder(tokenizer) -> Encoder:
     return Encoder(tokenizer, TINY)
-
-
-def video_sample(data: bytes, text: str = "<video>\nWhat happens?", **fields):
-    raw = raw_sample([("human", text), ("gpt", "It brightens.")], {"v.mp4": data}, **fields)
-    raw.data["video"] = raw.data.pop("image")[0]
-    return raw
-
-
-def shown(tiles: np.ndarray) -> list[int]:
-    """The frame that each tile shows."""
-
-    def digit(pixels: np.ndarray) -> int:
-        return round((float(pixels.mean()) - 20) / STEP)
-
-    return [10 * digit(tile[:, :, :20]) + digit(tile[:, :, -20:]) for tile in tiles]
 
 
 def reason(call) -> str:
@@ -165,22 +132,6 @@ def test_a_clip_that_is_none_is_refused(encoder, window):
 
 # --- turned and mirrored
 
-QUARTERS = "RG/BW"  # as stored: red and green above blue and white
-
-
-def quartered() -> bytearray:
-    colours = {"R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "W": (255, 255, 255)}
-    above, below = (np.repeat([[colours[c] for c in row]], 32, axis=1) for row in QUARTERS.split("/"))
-    picture = np.concatenate([np.repeat(row, 24, axis=0) for row in (above, below)]).astype(np.uint8)
-    with tempfile.NamedTemporaryFile() as file:
-        with av.open(file.name, "w", format="mp4") as container:
-            stream = container.add_stream("mpeg4", rate=10)
-            stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 48, "yuv420p", 4_000_000
-            for _ in range(10):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            container.mux(stream.encode())
-        return bytearray(open(file.name, "rb").read())
-
 
 @pytest.mark.parametrize(
     "matrix, expected",
@@ -197,11 +148,7 @@ def quartered() -> bytearray:
     ],
 )
 def test_frames_stand_as_the_display_matrix_says(encoder, matrix, expected):
-    data = quartered()
-    place = data.index(b"tkhd") + 8 + 20 + 8 + 8  # version 0: times, id, duration; reserved; layer to volume
-    a, b, c, d = (n << 16 for n in matrix)
-    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    encoded = encoder.encode(video_sample(bytes(data)), SPEC)
+    encoded = encoder.encode(video_sample(turned(quartered(), matrix)), SPEC)
     assert encoded.record.num_tiles == len(encoded.images)
     names = {(1, 0, 0): "R", (0, 1, 0): "G", (0, 0, 1): "B", (1, 1, 1): "W"}
     for tile in encoder.decode(encoded):

@@ -58,12 +58,11 @@ def tiny_packed(tokenizer, llm="qwen2", kernel="sdpa", **settings) -> PackedMode
     return parity.pack_on_cpu(parity.perturbed(tiny_internvl(tokenizer, llm, **settings)), kernel)
 
 
-def normalised(pictures):
+def normalised(segment):
     """Tiles as InternVL's processor gives them to the model, from the definition."""
     mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
     std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-    tiles = torch.stack([torch.from_numpy(picture).permute(2, 0, 1) for picture in pictures])
-    return {"pixel_values": (tiles.float() / 255 - mean) / std}
+    return {"pixel_values": (torch.from_numpy(segment.tiles).float() / 255 - mean) / std}
 
 
 def reference_loss(plain, segments, loss_reduction):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
 import torch
 from helpers.native_samples import CLIP, HALVES, collated, native_tokenizer, processor, segments_of
@@ -62,10 +63,11 @@ def test_a_model_built_as_a_known_family_is_packed_exactly(tokenizer, tmp_path, 
         packed = build(folder, tokenizer).train()
     assert "family check: 'qwen2_vl' by the rules of 'qwen2_5_vl': loss off by" in caplog.text
     options = json.loads((folder / "config.json").read_text())
-    assert encode_config({"family_check": "qwen2_5_vl"}, options).family == "qwen2_5_vl"
-    segments = segments_of(tokenizer, "qwen2_5_vl")
+    encode = encode_config({"family_check": "qwen2_5_vl"}, options)
+    assert encode.family == "qwen2_5_vl" and not encode.takes_videos
+    segments = segments_of(tokenizer, "qwen2_5_vl", parity.PLANS)
     loss = packed(**collated(tokenizer, "qwen2_5_vl", segments)).loss
-    expected = parity.own_loss(parity.own_model(packed), segments, processor("qwen2_5_vl"))
+    expected = parity.own_loss(parity.own_model(packed), segments, processor("qwen2_5_vl", tokenizer))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -128,8 +130,9 @@ def test_a_model_whose_image_tokens_see_each_other_is_isolated_and_fails(monkeyp
     pictures = parity.make_segment([("text", 3), ("image", 1), ("text", 4), ("answer", 6)], **layout)
     text_alone = parity.make_segment([("text", 9), ("answer", 6)], **layout)
 
-    def process(tiles):
-        scaled = torch.stack([torch.from_numpy(tile).permute(2, 0, 1).float() for tile in tiles]) / 255
+    def process(segment):
+        tiles = torch.from_numpy(np.stack(parity.pictures(segment)))
+        scaled = tiles.permute(0, 3, 1, 2).float() / 255
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
         return {"pixel_values": (scaled - mean) / std}
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.clips import clip
 from helpers.factory import write_jsonl
 from helpers.launched import losses
 from helpers.native_samples import native_tokenizer
@@ -26,6 +27,10 @@ MAX_PIXELS = 9216
 def made(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     write_jsonl(folder, 60)
+    (folder / "images" / "v.mp4").write_bytes(clip(8))
+    turns = [{"from": "human", "value": "<video>\none"}, {"from": "gpt", "value": "two three"}]
+    with open(folder / "made.jsonl", "a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"video": "v.mp4", "conversations": turns}) + "\n" for _ in range(12))
     save_tiny_checkpoint(folder / "model", native_tokenizer(request.param), family=request.param)
     return folder
 

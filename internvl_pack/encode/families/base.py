@@ -28,13 +28,13 @@ class PictureFamily(Protocol):
         unused_options: fields of EncodeConfig that mean nothing to it, and stand in no fingerprint.
         grid_positions: whether the model tells rows and columns of a picture's tokens by their positions (native.py).
             Tiles are then one token each, their grid is the tokens'.
-        takes_videos: whether a frame is a picture to it; a sample with a video is refused elsewhere.
+        picture_token_ids: `image_token_id`, and that of videos where it is another.
     """
 
     image_token_id: int
     unused_options: frozenset[str]
     grid_positions: bool
-    takes_videos: bool
+    picture_token_ids: tuple[int, ...]
 
     def plan(self, size: tuple[int, int], num_images: int, max_dynamic_patch: int) -> TileGrid:
         """The grid of a picture.
@@ -49,9 +49,16 @@ class PictureFamily(Protocol):
         """
         ...
 
-    def block(self, grid: TileGrid) -> np.ndarray:
-        """int32 ids of a picture in the text: its tokens, with what the family writes around and between them."""
+    def block(self, grid: Any) -> np.ndarray:
+        """int32 ids of a picture in the text: its tokens, with what the family writes around and between them.
+
+        Args:
+            grid: of `plan`, or of `plan_video`.
+        """
         ...
+
+    # A family may have a method `plan_video(size, frames, rate) -> VideoGrid`, to which a video of so many frames, at
+    # `rate` a second, is one picture of pairs of frames. To others a frame is a tile.
 
 
 class Bordered:
@@ -62,7 +69,6 @@ class Bordered:
     """
 
     grid_positions = False
-    takes_videos = True
 
     def __init__(
         self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase, start: str, context: str, end: str
@@ -70,9 +76,10 @@ class Bordered:
         self.start_id, self.image_token_id, self.end_id = (
             single_token(tokenizer, token, config.conv_style) for token in (start, context, end)
         )
+        self.picture_token_ids: tuple[int, ...] = (self.image_token_id,)
         self._tokens_per_tile = config.tokens_per_tile
 
-    def block(self, grid: TileGrid) -> np.ndarray:
+    def block(self, grid: Any) -> np.ndarray:
         block = np.full(grid.num_tiles * self._tokens_per_tile + 2, self.image_token_id, dtype=np.int32)
         block[0], block[-1] = self.start_id, self.end_id
         return block

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class InternVLPictures(Bordered):
     """See PictureFamily."""
 
-    unused_options = frozenset({"family", "min_pixels", "max_pixels"})
+    unused_options = frozenset(
+        {"family", "min_pixels", "max_pixels", "video_max_pixels", "takes_videos", "positions_per_second"}
+    )
 
     def __init__(self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer, "<img>", "<IMG_CONTEXT>", "</img>")

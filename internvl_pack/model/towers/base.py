@@ -57,11 +57,18 @@ class Tower(Protocol):
         """Attention by `kernel`, the language model's, where that is made for it."""
         ...
 
-    def features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = (), *, is_compiled: bool = False) -> Features:
+    def features(
+        self,
+        tiles: Tensor,
+        grids: Sequence[tuple[int, ...]] = (),
+        second_frames: Tensor | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> Features:
         """Of tiles (T, 3, S, S), uint8 or normalised.
 
         Args:
-            grids: (rows, columns) of tiles of each picture, with `grid_positions`.
+            grids, second_frames: `image_grids` and `second_frames` of the batch, with `grid_positions`.
         """
         ...
 

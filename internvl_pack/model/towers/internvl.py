@@ -51,7 +51,14 @@ class InternVLTower:
     def use_kernel(self, kernel: Kernel) -> None:
         use_tile_attention(self._model, kernel)
 
-    def features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = (), *, is_compiled: bool = False) -> Features:
+    def features(
+        self,
+        tiles: Tensor,
+        grids: Sequence[tuple[int, ...]] = (),
+        second_frames: Tensor | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> Features:
         num_tiles = len(tiles)
         tiles = normalize_tiles(tiles, self.dtype)
         if is_compiled and num_tiles == 1:

@@ -77,18 +77,34 @@ class NativeTower:
         vision = self._visual.config
         vision._attn_implementation = register_picture_attention(kernel, vision.hidden_size // vision.num_heads)
 
-    def features(self, tiles: Tensor, grids: Sequence[tuple[int, int]] = (), *, is_compiled: bool = False) -> Features:
+    def features(
+        self,
+        tiles: Tensor,
+        grids: Sequence[tuple[int, ...]] = (),
+        second_frames: Tensor | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> Features:
         inputs = {
             name: value.to(tiles.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in self.host_inputs(grids).items()
         }
-        patches = self._patches(normalize_tiles(tiles, self.dtype, self.STATISTICS))
+        tiles = second = normalize_tiles(tiles, self.dtype, self.STATISTICS)
+        places = _paired_tiles(grids)
+        if len(places) != (given := 0 if second_frames is None else len(second_frames)):
+            raise ValueError(f"second_frames has {given} tiles, the pairs of frames in image_grids have {len(places)}")
+        if second_frames is not None:
+            added = normalize_tiles(second_frames, self.dtype, self.STATISTICS)
+            second = tiles.index_copy(0, places.to(tiles.device, non_blocking=True), added)
+        patches = self._patches(tiles, second)
         out = self._visual(patches, return_dict=True, **inputs)
         deep = getattr(out, "deepstack_features", None) or ()
         return Features(out.pooler_output.unsqueeze(1), tuple(deep))
 
-    def host_inputs(self, grids: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    def host_inputs(self, grids: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """All that the tower's forward takes beside pixels, made on the host from the pictures' rows and columns.
+
+        Each pair of a video's frames is a picture to it.
 
         Raises:
             ValueError: there are no grids.
@@ -96,7 +112,7 @@ class NativeTower:
         if not grids:
             raise ValueError("image_grids is missing: pictures of native resolution need the rows and columns of each")
         visual, merge = self._visual, self._merge
-        grid_thw = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in grids])
+        grid_thw = torch.tensor([(1, rows * merge, columns * merge) for rows, columns, _ in _pictures(grids)])
         boundaries = vision_utils.get_vision_cu_seqlens(grid_thw)
         inputs = {
             "grid_thw": grid_thw,
@@ -119,12 +135,23 @@ class NativeTower:
             inputs |= {"interp_indices": places[0], "interp_weights": places[1]}
         return inputs
 
-    def _patches(self, tiles: Tensor) -> Tensor:
-        """Tiles (T, 3, S, S) to patches (T * merge^2, 3 * frames * p * p): a picture stands for several frames."""
+    def _patches(self, *frames: Tensor) -> Tensor:
+        """Tiles of each frame (T, 3, S, S) to patches (T * merge^2, 3 * frames * p * p)."""
         merge, size = self._merge, self._patch
-        patches = tiles.unflatten(3, (merge, size)).unflatten(2, (merge, size)).permute(0, 2, 4, 1, 3, 5)
-        doubled = patches.unsqueeze(4).expand(-1, -1, -1, -1, self._frames, -1, -1)
-        return doubled.reshape(len(tiles) * merge**2, -1)
+        patches = [f.unflatten(3, (merge, size)).unflatten(2, (merge, size)).permute(0, 2, 4, 1, 3, 5) for f in frames]
+        return torch.stack(patches, dim=4).reshape(len(frames[0]) * merge**2, -1)
+
+
+def _pictures(grids: Sequence[tuple[int, ...]]) -> list[tuple[int, int, bool]]:
+    """(rows, columns, whether it is a pair of frames) of each picture of a row, see `packed_collate_fn`."""
+    return [(rows, columns, bool(times)) for rows, columns, *times in grids for _ in times or [0]]
+
+
+def _paired_tiles(grids: Sequence[tuple[int, ...]]) -> Tensor:
+    """Which tiles are of pairs of frames, int64."""
+    pictures = _pictures(grids)
+    paired = torch.tensor([is_pair for *_, is_pair in pictures])
+    return paired.repeat_interleave(torch.tensor([rows * columns for rows, columns, _ in pictures])).nonzero()[:, 0]
 
 
 class _AddDeepFeatures:

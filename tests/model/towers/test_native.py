@@ -18,7 +18,7 @@ from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.records import Branch
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
-TEXT = {name: plan for name, plan in parity.PLANS.items() if all(kind != "image" for kind, _ in plan)}
+TEXT = {name: plan for name, plan in native.PLANS.items() if {kind for kind, _ in plan} <= {"text", "answer"}}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -37,7 +37,7 @@ def case(family, tokenizer):
     packed = native.tiny_packed(tokenizer, family)
     segments = native.segments_of(tokenizer, family)
     plain = parity.own_model(packed)
-    loss = parity.own_loss(plain, segments, native.processor(family))
+    loss = parity.own_loss(plain, segments, native.processor(family, tokenizer))
     loss.backward()
     return packed, family, segments, loss.item(), gradients(plain)
 
@@ -48,12 +48,12 @@ def of_decays(errors):
 
 
 @pytest.fixture(scope="module")
-def own_errors(case):
+def own_errors(case, tokenizer):
     """Of the reference: with eager attention, not SDPA."""
     packed, family, segments, _, expected = case
     if not family.startswith("qwen3_5"):
         return {}
-    return of_decays(parity.own_errors(packed, segments, native.processor(family), expected))
+    return of_decays(parity.own_errors(packed, segments, native.processor(family, tokenizer), expected))
 
 
 def losses(packed, batch):
@@ -78,7 +78,7 @@ def test_a_pack_gives_the_loss_and_gradients_of_the_model_itself(case, own_error
 def test_text_alone_gives_the_same_and_zero_gradients_to_the_tower(case, tokenizer):
     packed, family, *_ = case
     segments = native.segments_of(tokenizer, family, TEXT)
-    expected = parity.own_loss(parity.own_model(packed), segments, native.processor(family))
+    expected = parity.own_loss(parity.own_model(packed), segments, native.processor(family, tokenizer))
     loss, found = losses(packed, native.collated(tokenizer, family, segments))
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     vision = {name: g for name, g in found.items() if ".visual." in name}
@@ -91,14 +91,21 @@ def test_positions_are_those_of_the_model_sample_by_sample(case, tokenizer):
     batch = native.collated(tokenizer, family, segments, pad_seq_to_mult=4)
     starts = batch["cu_seqlens_padded"].tolist()
     for s, start in zip(segments, starts, strict=False):
-        inputs = parity.own_inputs(packed.model, s, native.processor(family))
-        if "image_grid_thw" in inputs:
-            expected = packed.model.model.get_rope_index(
-                inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
-            )[0]
+        inputs = parity.own_inputs(packed.model, s, native.processor(family, tokenizer))
+        if s.image_grids:
+            pixels = {"pixel_values", "pixel_values_videos"}
+            expected = packed.model.model.get_rope_index(**{k: v for k, v in inputs.items() if k not in pixels})[0]
         else:
             expected = torch.arange(len(s.input_ids)).expand(3, 1, -1)
         assert torch.equal(batch["position_ids"][:, :, start : start + len(s.input_ids)], expected)
+
+
+def test_pairs_of_frames_without_their_second_frames_are_refused(case, tokenizer):
+    packed, family, segments, *_ = case
+    batch = native.collated(tokenizer, family, segments)
+    del batch["second_frames"]
+    with pytest.raises(ValueError, match="second_frames has 0 tiles, the pairs of frames in image_grids have"):
+        packed(**batch)
 
 
 def test_segments_do_not_see_their_neighbours(case):
