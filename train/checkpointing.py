@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from internvl_pack.model.flops import flop_counts
-from internvl_pack.model.parts import decoder_layers, vision_layers
+from internvl_pack.model.parts import decoder_layers
 
 from .warm_up import forward_and_backward, made_up_row
 
@@ -87,9 +87,9 @@ class CheckpointByMemory(TrainerCallback):
         trainer, model = self.trainer, self.trainer.packed_model
         tokens, tiles = self.budget
         groups = {"decoder": decoder_layers(model.language_model)}
-        if model.has_vision:
+        if model.tower is not None:
             tiles = min(tiles, tokens // model.tokens_per_tile)
-            groups["vision"] = vision_layers(model.vision_modules[0])
+            groups["vision"] = model.tower.layers
         row = made_up_row(tokens, tiles, tokens // 2, model)
         self._tried(row)
         kept_by_none, peak = self._tried(row)  # the first has also compiled

@@ -74,6 +74,7 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=generator)
     pixels = None
+    native = model.tower is not None and model.tower.grid_positions
     if model.tower is not None:
         image_id, size = model.config.image_token_id, model.tower.tile_size
         ids = model.as_text(ids)
@@ -91,17 +92,19 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
     places = labelled.nonzero().squeeze(1)[:targets]
     labels[0, places] = ids[0, places]
     position_ids = torch.cat([torch.arange(length) for length in lengths])
-    links = {}
+    links: dict[str, Any] = {}
     answers = len(lengths) - 1
     if pairs:
         links["pairs"] = torch.arange(1, answers - answers % 2 + 1, dtype=torch.int32).view(-1, 2)
     if pairs and answers:
         links["prefix_of"] = torch.tensor([-1, *[0] * answers], dtype=torch.int32)
         position_ids[first:] += first
+    if native:
+        links["image_grids"] = made_up_grids(tiles)
     return links | {
         "input_ids": ids,
         "labels": labels,
-        "position_ids": position_ids[None],
+        "position_ids": position_ids.expand(3, 1, -1) if native else position_ids[None],
         "loss_weight": (labels != IGNORE_INDEX).float(),
         "cu_seqlens": starts.int(),
         "max_seqlen": max(lengths),
@@ -113,6 +116,13 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
 
 # Tokens of each of the made-up samples but the first.
 SHORT = 128
+SIDE = 16  # tokens along a made-up picture of native resolution
+
+
+def made_up_grids(tiles: int) -> list[tuple[int, int]]:
+    """(rows, columns) of pictures of SIDE x SIDE tokens, and of one of what is left."""
+    squares, left = divmod(tiles, SIDE**2)
+    return [(SIDE, SIDE)] * squares + ([(1, left)] if left else [])
 
 
 class WarmUp(TrainerCallback):

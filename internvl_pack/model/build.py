@@ -101,7 +101,6 @@ def build_model(
     check_loadable(family_check, model_name_or_path=model_name_or_path, vision_path=vision_path, llm_path=llm_path)
     check_native_options(
         family_check or config_of(model_name_or_path).get("model_type"),
-        compile=compile,
         fp8=fp8,
         vision_micro_tiles=vision_micro_tiles,
         drop_path_rate=drop_path_rate,

@@ -36,7 +36,7 @@ from torch import nn
 from ..errors import UserError
 from .experts import expert_blocks
 from .loss import fusible_loss_and_gradient, loss_and_gradient
-from .parts import decoder_layers, vision_layers
+from .parts import decoder_layers
 from .vision import compile_patches, fuse_tower
 from .zero3 import check_zero3_compiles, is_zero3
 
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # Language models whose decoder layers compile without a break outside attention.
 COMPILED_FAMILIES = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"})
+COMPILED_FAMILIES |= {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text"}
 
 # Values of --compile_recompute: the layers that keep nothing cheap for the backward pass.
 RECOMPUTE = ("none", "language", "all")
@@ -92,8 +93,12 @@ def compile_blocks(
         compiled[kind] = torch.compile(_raw_forward(kind), dynamic=True, backend=keep_less if keeps_less else backend)
     for block in blocks:
         block.forward = CompiledForward(block, compiled[type(block)])
-    compile_patches(packed, backend)
-    if packed.has_vision and fused_vision and not is_zero3(packed):  # which gathers a compiled layer at a time
+    if packed.tower is not None and not packed.tower.grid_positions:
+        compile_patches(packed, backend)
+        fused_vision = fused_vision and not is_zero3(packed)  # which gathers a compiled layer at a time
+    else:
+        fused_vision = False
+    if fused_vision:
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     if packed.head.loss_kernel is loss_and_gradient:
@@ -119,6 +124,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
+        kwargs.pop("deep_features", None)  # of the hook behind it (towers/native.py); not every row has them
         for module in self.inside:
             if module._forward_hooks:
                 _remove_recording_hooks(module)
@@ -162,11 +168,10 @@ def _raw_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def repeated_blocks(packed: PackedModel) -> list[nn.Module]:
-    """The layers of the vision tower, the projector, the decoder layers and the norm after them."""
+    """The blocks of the vision side, the decoder layers and the norm after them."""
     blocks: list[nn.Module] = []
-    if packed.has_vision:
-        tower, projector = packed.vision_modules
-        blocks += [*vision_layers(tower), projector]
+    if packed.tower is not None:
+        blocks += packed.tower.blocks
     decoder = packed.language_model
     return [*blocks, *decoder_layers(decoder), decoder.get_submodule("norm")]
 

@@ -129,6 +129,11 @@ def full_config(settings: Mapping[str, Any]) -> Any:
     if is_internvl_format(settings):
         return native_config(settings, image_token_id=0)
     text, vision = dict(settings["text_config"]), dict(settings["vision_config"])
+    if "spatial_merge_size" in vision:
+        raise UserError(
+            f"--measure with a {settings.get('model_type')!r} model: rows of native resolution are not timed yet; "
+            "leave it out, and give --mfu"
+        )
     if "model_type" not in text:  # of SIZES
         text["model_type"] = _family(text)
         vision |= {

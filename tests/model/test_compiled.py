@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import native_samples as native
 from helpers.model_samples import (
+    assert_same_gradients,
     gradients,
     mixed_segments,
     packed_batch,
@@ -63,6 +65,28 @@ def test_packs_of_all_shapes_are_compiled_once(tokenizer, llm, checkpointing):
         compiled_by_then.append(counter.frame_count)
     assert compiled_by_then[0] > 0
     assert compiled_by_then[1:] == compiled_by_then[:1] * (len(compiled_by_then) - 1)
+
+
+def test_pictures_of_native_resolution_are_compiled_once():
+    """Features of earlier tower layers are added behind the compiled decoder layers; a row of text has none."""
+    family = "qwen3_vl"
+    tokenizer = native.native_tokenizer(family)
+    packed, plain = (native.tiny_packed(tokenizer, family) for _ in range(2))
+    counter = CompileCounterWithBackend("eager")
+    compile_blocks(packed, backend=counter)
+    packed.gradient_checkpointing_enable()
+    segments = native.segments_of(tokenizer, family)
+    compiled_by_then = []
+    for some in (segments, segments[1:2], segments[:2], [segments[4]], [*segments, *segments[:3]]):
+        batch = native.collated(tokenizer, family, some)
+        losses = [model(**batch).loss for model in (packed, plain)]
+        for model, loss in zip((packed, plain), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+        assert_same_gradients(gradients(packed), gradients(plain))
+        compiled_by_then.append(counter.frame_count)
+    assert compiled_by_then[0] > 0 and len(set(compiled_by_then)) == 1
 
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.1])

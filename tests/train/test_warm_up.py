@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from helpers import native_samples as native
 from helpers.launched import made_in
 from helpers.model_samples import packed_batch, segment, tiny_packed
 from helpers.pair_steps import objective_of, step
@@ -82,6 +83,28 @@ def test_after_it_no_row_is_compiled_whatever_its_size(tokenizer):
     plans += [[("image", 16), ("text", 100), ("answer", 200)], [("text", 300), ("answer", 212)], [("answer", 1)]]
     for plan in plans:
         packed(**packed_batch([segment(tokenizer, plan)])).loss.backward()
+    assert counter.frame_count == by_then > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_after_it_no_row_with_windows_in_its_pictures_is_compiled():
+    """Of native resolution: layers that see windows, and pictures, of any number and size."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    family = "qwen2_5_vl"
+    tokenizer = native.native_tokenizer(family)
+    packed, counter = native.tiny_packed(tokenizer, family), CompileCounterWithBackend("eager")
+    compile_blocks(packed, backend=counter)
+    for shape in row_shapes(256, 80, packed.tokens_per_tile):
+        row = made_up_row(*shape, packed)
+        assert sum(rows * columns for rows, columns in row["image_grids"]) == len(row["pixel_values"])
+        packed(**row).loss.backward()
+    by_then = counter.frame_count
+    segments = native.segments_of(tokenizer, family)
+    for some in (segments, *([each] for each in segments)):
+        packed(**native.collated(tokenizer, family, some)).loss.backward()
     assert counter.frame_count == by_then > 0
     torch._dynamo.reset()
 

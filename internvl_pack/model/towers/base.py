@@ -33,6 +33,7 @@ class Tower(Protocol):
     Attributes:
         modules: the tower and the projector.
         layers: of the tower.
+        blocks: what of both is compiled, and comes and goes under ZeRO-3, as one piece each.
         lora_targets: names of the tower's linear layers that LoRA goes on.
         image_token: of the tokenizer, for the tokens that features replace.
         tokens_per_tile: features that a tile becomes.
@@ -42,6 +43,7 @@ class Tower(Protocol):
 
     modules: list[nn.Module]
     layers: nn.ModuleList
+    blocks: list[nn.Module]
     lora_targets: tuple[str, ...]
     image_token: str
     tokens_per_tile: int

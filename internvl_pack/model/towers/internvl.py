@@ -38,6 +38,10 @@ class InternVLTower:
         return vision_layers(self.modules[0])
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers, self.modules[1]]
+
+    @property
     def tokens_per_tile(self) -> int:
         vision = self._config.vision_config
         patches = (vision.image_size[0] // vision.patch_size[0]) * (vision.image_size[1] // vision.patch_size[1])

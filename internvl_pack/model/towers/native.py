@@ -69,6 +69,10 @@ class NativeTower:
         return self._visual.blocks
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._visual.dtype
 
