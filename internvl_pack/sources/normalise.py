@@ -10,6 +10,7 @@ What it makes no sense of stays as it is: encoding refuses it by name. docs/data
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ IMAGES = ("image", "images")
 _TEXTS = ("content", "value")
 _IMAGE_PARTS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_ROLES = ("user", "human", "pretrain")
+_NAMED_IN_TEXT = re.compile(r"<img>([^<>\n]{1,1000}\.\w{2,5})</img>")  # as Qwen-VL's data has it
 
 
 def normalised(data: dict[str, Any]) -> dict[str, Any]:
@@ -28,8 +30,9 @@ def normalised(data: dict[str, Any]) -> dict[str, Any]:
 
     `messages` may stand for `conversations` and `images` for `image`. Turns may be a list, the JSON of one, or a dict
     of equally long lists. A text may be a list of parts: those of images become `<image>` and a line break, as the
-    models' chat templates write them, and name their images or stand for the record's, in order. An image
-    may be `{"path": ...}`.
+    models' chat templates write them, and name their images or stand for the record's, in order. A user's text may name
+    images in their places, `<img>a.jpg</img>`, where nothing else says where images stand. An image may be
+    `{"path": ...}`.
 
     Raises:
         SampleError: `conversation_ambiguous`, `image_field`, `turn_value_not_text` or `placeholder_mismatch`.
@@ -37,7 +40,8 @@ def normalised(data: dict[str, Any]) -> dict[str, Any]:
     turns = _turns_of(data)
     in_parts = isinstance(turns, list) and any(_key_of_parts(turn) for turn in turns)
     in_order = turns is data.get("conversations") and "messages" not in data and "images" not in data
-    if not in_parts and in_order and not _has_structs(data.get("image")):
+    plain = not in_parts and in_order and not _has_structs(data.get("image"))
+    if plain and _named_in_texts(turns, data.get("image")) is None:
         return data
     images = _one_of(data, IMAGES, "image_field")
     if _has_structs(images):
@@ -46,6 +50,7 @@ def normalised(data: dict[str, Any]) -> dict[str, Any]:
         images = named if isinstance(images, (list, tuple)) else named[0]
     if in_parts:
         turns, images = _written_out(turns, images)
+    turns, images = _named_in_texts(turns, images) or (turns, images)
     found = {key: value for key, value in data.items() if key not in (*TURNS, *IMAGES)}
     found |= {"conversations": turns} if turns is not None else {}
     return found | ({"image": images} if images is not None else {})
@@ -113,6 +118,34 @@ def _turns_of(data: Mapping[str, Any]) -> Any:
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         return turns
     return [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _named_in_texts(turns: Any, images: Any) -> tuple[list[Any], list[str]] | None:
+    """Turns with `<image>` in place of the images that the user's texts name, and these.
+
+    None where there are none, or it is not clear: with an `<image>` beside, or where the record's images are others.
+    """
+    if not isinstance(turns, list):
+        return None
+    keys = [_key_of_text(turn) for turn in turns]
+    texts = [turn[key] for turn, key in zip(turns, keys, strict=True) if key is not None]
+    if not any("</img>" in text for text in texts) or any("<image>" in text for text in texts):
+        return None
+    named = [name.removeprefix("file://") for text in texts for name in _NAMED_IN_TEXT.findall(text)]
+    if not named or (not is_absent(images) and as_list(images) != named):
+        return None
+    written = [
+        turn if key is None else turn | {key: _NAMED_IN_TEXT.sub("<image>", turn[key])}
+        for turn, key in zip(turns, keys, strict=True)
+    ]
+    return written, named
+
+
+def _key_of_text(turn: Any) -> str | None:
+    """The key under which a turn in which images may stand has its text."""
+    if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in _IMAGE_ROLES:
+        return next((key for key in _TEXTS if isinstance(turn.get(key), str)), None)
+    return None
 
 
 def _key_of_parts(turn: Any) -> str | None:

@@ -45,6 +45,21 @@ def asked(text: str) -> list[dict]:
         ({"conversations": json.dumps([ASK, TELL])}, [ASK, TELL], None),
         ({"messages": {"role": ["user"], "content": ["What is it?"]}}, [ASK], None),
         ({"messages": (ASK, TELL)}, [ASK, TELL], None),
+        # named in texts
+        (
+            {"conversations": asked("Picture 1: <img>a.jpg</img>\n<img>file:///b/c d.png</img>\nWhat?")},
+            asked("Picture 1: <image>\n<image>\nWhat?"),
+            ["a.jpg", "/b/c d.png"],
+        ),
+        ({"messages": asked("<img>a.jpg</img>What?"), "images": ["a.jpg"]}, asked("<image>What?"), ["a.jpg"]),
+        (
+            {"messages": [user({"type": "text", "text": "<img>a.jpg</img>"})]},
+            [ASK | {"content": "<image>"}],
+            ["a.jpg"],
+        ),
+        ({"messages": asked("<img>a.jpg</img>"), "images": ["b.jpg"]}, asked("<img>a.jpg</img>"), ["b.jpg"]),
+        ({"conversations": asked("<image><img>a.jpg</img>")}, asked("<image><img>a.jpg</img>"), None),
+        ({"conversations": asked("the tags <img></img>")}, asked("the tags <img></img>"), None),
         # parts
         ({"messages": [user(WHAT), TELL]}, asked("What is it?"), None),
         ({"messages": [user(IMAGE, WHAT), TELL], "images": ["a.jpg"]}, asked("<image>\nWhat is it?"), ["a.jpg"]),
