@@ -89,6 +89,9 @@ def test_what_is_saved_loads_and_prepares_pictures_as_they_were_trained(made, al
     frames = 2 if family == "glm4v" else 1
     assert content["size"] == {"shortest_edge": frames * 1024, "longest_edge": frames * MAX_PIXELS}
     assert (content["image_mean"], content["image_std"]) == tuple(map(list, STATISTICS[family]))
+    video = json.loads((out / "video_preprocessor_config.json").read_text())
+    assert (video["fps"], video["do_sample_frames"]) == (2, True)
+    assert family == "glm4v" or (video["min_frames"], video["max_frames"]) == (8, 32)
 
 
 @pytest.mark.parametrize("made", ["qwen2_5_vl"], indirect=True)

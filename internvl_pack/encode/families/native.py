@@ -92,6 +92,7 @@ class NativePictures(Bordered):
     MIN_PIXELS: int
     MAX_PIXELS: int
     VIDEO_MIN_PIXELS: int  # of all frames together, of Qwen2.5-VL of one
+    POSITIONS_PER_SECOND: int | None = None  # of a video, where the checkpoint does not say and times are positions
     STATISTICS: tuple[Colours, Colours]  # mean and standard deviation
     COUNTED = 1  # times that a picture's pixels count in the processor's bounds
     IMAGE_PROCESSOR = "Qwen2VLImageProcessor"
@@ -112,7 +113,7 @@ class NativePictures(Bordered):
         self._rule = (self._side, *self._bounds(config.min_pixels, config.max_pixels))
         self._video_max_pixels = config.video_max_pixels or self._most_of_video(self._side)
         self._num_frames = config.min_num_frame, config.max_num_frame
-        self._positions_per_second = config.positions_per_second
+        self._positions_per_second = config.positions_per_second or self.POSITIONS_PER_SECOND
         self._tokenizer = tokenizer
         self._video_ids = [single_token(tokenizer, token, config.conv_style) for token in self.VIDEO_TOKENS]
         self.picture_token_ids = (self.image_token_id, self._video_ids[1])
@@ -160,7 +161,7 @@ class NativePictures(Bordered):
             "min_pixels": low,
             "max_pixels": high,
             "video_max_pixels": options.get("video_max_pixels") or cls._most_of_video(side),
-            "positions_per_second": vision.get("tokens_per_second"),
+            "positions_per_second": vision.get("tokens_per_second", cls.POSITIONS_PER_SECOND),
         }
 
     @classmethod
@@ -266,6 +267,7 @@ class Qwen25Pictures(NativePictures):
     MIN_PIXELS = 56 * 56
     MAX_PIXELS = 1280 * 28 * 28
     VIDEO_MIN_PIXELS = 56 * 56
+    POSITIONS_PER_SECOND = 4  # of transformers' config; published checkpoints say 2
     STATISTICS = CLIP
     PROCESSOR, VIDEO_PROCESSOR = "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"
 
@@ -295,7 +297,7 @@ class Qwen25Pictures(NativePictures):
     def _timed(self, seconds: list[float], step: float) -> dict[str, tuple[Any, ...]]:
         """By positions alone. The model multiplies in float32, as here."""
         pairs = np.arange(len(seconds) // 2, dtype=np.float32)
-        times = pairs * (np.float32(2 * step) * np.float32(self._positions_per_second or 1))
+        times = pairs * (np.float32(2 * step) * np.float32(self._positions_per_second))
         return {"times": tuple(times.astype(int).tolist())}
 
     def _frames_block(self, grid: VideoGrid) -> list[int]:
