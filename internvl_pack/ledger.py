@@ -204,8 +204,8 @@ class Ledger:
         """The ledger as people read it, one line a reason."""
         c = self.counts
         lines = [
-            f"samples in          {self.samples_in:>12,}",
-            f"  packed            {self.samples_packed:>12,}   ({c['samples_split']:,} of them split)",
+            f"samples in          {self.samples_in:>12,}   ({c['samples_split']:,} of them split)",
+            f"  packed            {self.samples_packed:>12,}",
         ]
         lines += [f"  dropped           {n:>12,}   {reason}" for reason, n in sorted(self.dropped.items())]
         lines += [f"  quarantined       {n:>12,}   {reason}" for reason, n in sorted(self.quarantined.items())]

@@ -307,6 +307,7 @@ def summary_lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
         f"{summary['samples_per_pack']:.1f} samples, token fill {summary['token_fill']:.1%}, "
         f"tile fill {summary['tile_fill']:.1%}" + (f", {speed:,.0f} useful tokens/s" if speed else ""),
         *ledger.lines(),
+        *([f"samples that left the run are named in {QUARANTINE}"] if ledger.dropped or ledger.quarantined else []),
     ]
 
 

@@ -85,6 +85,7 @@ class StepMetrics:
             "token_fill": sums["num_real_tokens"] / max(1.0, sums["capacity"]),
             "tile_fill": sums["num_tiles"] / max(1.0, sums["num_packs"] * self._max_tiles),
             "samples_per_pack": sums["num_samples"] / max(1.0, sums["num_packs"]),
+            "loss_tokens_per_step": sums["num_loss_tokens"] / steps,
             "data_wait": sums["data_wait_s"] / elapsed,
             "rank_balance": sums["balance"] / steps,
             "tflops_per_s_per_gpu": flops_per_s / 1e12,

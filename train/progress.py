@@ -24,6 +24,8 @@ SHOWN = (
     ("loss", "loss {:.4f}"),
     ("learning_rate", "lr {:.3g}"),
     ("grad_norm", "grad norm {:.3g}"),
+    ("rewards/margins", "margin {:.3g}"),
+    ("rewards/accuracies", "{:.0%} of pairs right"),
     ("token_fill", "fill {:.1%}"),
     ("samples_per_pack", "{:.1f} samples/pack"),
     ("tokens_per_s_per_gpu", "{:,.0f} tokens/s/rank"),
@@ -67,6 +69,8 @@ class ConsoleProgress(TrainerCallback):
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         text = ", ".join(form.format(logs[name]) for name, form in SHOWN if name in logs)
+        if logs.get("loss_tokens_per_step") == 0:
+            text = f"nothing to train in these rows, {text}"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             return

@@ -57,7 +57,8 @@ def config_of(source: str | Path | None) -> dict[str, Any]:
     """config.json of a folder or hub name; empty where there is none, which is said better where it is loaded.
 
     Raises:
-        UserError: `source` is no folder and cannot be a hub name: a mistyped path.
+        UserError: `source` is no folder and cannot be a hub name, or the folder that it would lie in is there: a
+            mistyped path.
     """
     from transformers import PreTrainedConfig
 
@@ -65,6 +66,9 @@ def config_of(source: str | Path | None) -> dict[str, Any]:
         return {}
     if not Path(source).is_dir() and not _HUB_NAME.fullmatch(str(source)):
         raise UserError(f"{source}: no such folder, and no hub name, which is owner/name")
+    parent = Path(source).parent
+    if not Path(source).is_dir() and parent != Path() and parent.is_dir():
+        raise UserError(f"{source}: no such folder in {parent.resolve()}")
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         config, _ = PreTrainedConfig.get_config_dict(source)

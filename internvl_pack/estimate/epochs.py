@@ -43,6 +43,7 @@ GOLDEN = 0.6180339887498949  # of the epoch: steps of this length spread evenly,
 
 LOW_FILL = 0.8  # of the tokens of a row; of the tiles from here on: they are what ends a pack
 FEW_SAMPLES = 1.5  # a pack: most packs hold one
+MANY_CUT = 0.1  # of the samples
 IDLE = 0.1  # of the places for packs in an epoch's steps
 CLOSE_FILL, CLOSE_SAMPLES = 0.05, 0.15  # how far packs may be from the estimate: of the budget, of the samples
 
@@ -160,6 +161,16 @@ class PackingEstimate:
         mean_tokens, mean_tiles = self.tokens / max(1.0, self.samples), self.tiles / max(1.0, self.samples)
         tokens, tiles = self.budget
         what = f"packing does little: {self.samples_per_pack:.1f} samples a pack, token fill {self.token_fill:.0%}"
+        cut = self.split / max(1.0, self.samples)
+        if cut > MANY_CUT:
+            wanted = {"--max_packed_tokens": 4 * math.ceil(mean_tokens / 1024) * 1024}
+            if mean_tiles * tokens > mean_tokens * tiles:
+                wanted = {"--num_images_expected": math.ceil(4 * mean_tiles)}
+            option, value = next(iter(wanted.items()))
+            return (
+                f"{cut:.0%} of the samples exceed a row of {count(tokens, 'tokens')} and {count(tiles, 'tiles')} and "
+                f"are cut, and parts may have nothing to train: raise {option} to {value:,} or more"
+            )
         tiles_first = self.tile_fill >= LOW_FILL and self.tile_fill > self.token_fill
         if (few or low) and (tiles_first or mean_tiles > tiles / 2):
             wanted = max(math.ceil(tokens * self.tiles / max(1.0, self.tokens)), math.ceil(2 * mean_tiles))

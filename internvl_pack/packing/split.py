@@ -80,7 +80,7 @@ def split(
         f"a pack holds {room} and {budget.max_tiles}"
     )
     if oversize == "drop":
-        raise SampleError("oversized_dropped", size)
+        raise SampleError("oversized_dropped", f"{size}: raise the budget, or set oversize to split")
     if oversize == "error":
         raise SampleError("oversized_error", f"{size}: raise the budget, or set oversize to split, truncate or drop")
 
@@ -88,10 +88,17 @@ def split(
     if oversize == "truncate":
         stop = layout.reach(0, room, budget.max_tiles)
         if stop == 0:
-            raise SampleError("image_exceeds_budget", size)
+            raise SampleError("image_exceeds_budget", f"{size}: {_cure(layout, room, budget.max_tiles)}")
         return [whole(position, stop, layout.tiles_before(stop), layout.tile_pairs(0, stop))]
 
     return _fragments(record, layout, position, room, budget.max_tiles, repeat_system_prompt)
+
+
+def _cure(layout: _Layout, room: int, max_tiles: int) -> str:
+    """What to change so that the largest image fits."""
+    if layout.largest_image_tiles > max_tiles:
+        return f"raise num_images_expected to {layout.largest_image_tiles}, or make images smaller (max_dynamic_patch)"
+    return f"raise max_packed_tokens above {max(room, layout.largest_image_tokens)}"
 
 
 def _fragments(
@@ -101,7 +108,8 @@ def _fragments(
         raise SampleError(
             "image_exceeds_budget",
             f"sample {record.sample_id} has an image of {count(layout.largest_image_tokens, 'tokens')} and "
-            f"{count(layout.largest_image_tiles, 'tiles')}, a pack holds {room} and {max_tiles}",
+            f"{count(layout.largest_image_tiles, 'tiles')}, a pack holds {room} and {max_tiles}: "
+            + _cure(layout, room, max_tiles),
         )
     prefix = 0
     if repeat_system_prompt and _can_repeat(record, layout, room):

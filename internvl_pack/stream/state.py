@@ -85,6 +85,7 @@ def _compare(saved: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         if name == "meta" and isinstance(old, list) and new and len(old) == len(new):
             old, new = zip(*((o, n) for o, n in zip(old, new, strict=True) if o != n), strict=True)
         raise UserError(
-            f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} now: set it back, or pass "
-            "resume_ignore_options to continue with another order"
+            f"resume: {name} was {old!r} when the checkpoint was saved and is {new!r} now: set it back, start "
+            "anew (--overwrite_output_dir True, or another --output_dir), or continue with another order "
+            "(--resume_ignore_options True)"
         )

@@ -161,6 +161,16 @@ TROUBLES = [
     ),
     ({"packs": 1, "steps": 1, "packs_per_step": 1, "tokens": 900, "samples": 3, "tiles": 3}, "fits into 1 row: "),
     (
+        {"packs": 325, "samples": 130, "split": 130, "tokens": 27430, "tiles": 130, "budget": (100, 20)},
+        "100% of the samples exceed a row of 100 tokens and 20 tiles and are cut, and parts may have nothing to train: "
+        "raise --max_packed_tokens to 4,096 or more",
+    ),
+    (
+        {"samples": 470, "split": 94, "tokens": 100 * 9000, "tiles": 9400},
+        "20% of the samples exceed a row of 16,384 tokens and 48 tiles and are cut, and parts may have nothing to "
+        "train: raise --num_images_expected to 80 or more",
+    ),
+    (
         {"packs": 3, "steps": 3, "packs_per_step": 1, "budget": (1024, 12), "samples": 24, "tokens": 1137, "tiles": 30},
         "tiles fill rows first (1.2 in a sample of 47 tokens): raise --num_images_expected from 12 to about 28",
     ),

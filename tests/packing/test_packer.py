@@ -348,8 +348,10 @@ def test_truncation_keeps_the_longest_prefix_that_fits(record, tokens):
 )
 def test_what_cannot_be_kept_leaves_with_its_reason(oversize, reason):
     record = Record("r", 3430, 13, spans=(Span(40), Span(3330, 13), Span(60)))
-    with pytest.raises(SampleError, match=reason):
+    with pytest.raises(SampleError, match=reason) as caught:
         split(record, 0, Budget(3000, 99), oversize=oversize)
+    if reason == "image_exceeds":
+        assert str(caught.value).endswith("a pack holds 3000 and 99: raise max_packed_tokens above 3330")
 
 
 # -- figures on real lengths ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from transformers import HfArgumentParser
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 
+from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.errors import UserError
 from train import finetune
 from train.arguments import (
@@ -184,6 +185,13 @@ def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name, run):
     code, lines = run(["--model_name_or_path", name, *DATA, "--use_cpu", "True"])
     assert code == 2
     assert f"--model_name_or_path {name}: no such folder, and no hub name, which is owner/name" in lines[-1]
+
+
+def test_a_folder_that_is_missing_beside_others_is_not_looked_up_either(tmp_path, monkeypatch):
+    (tmp_path / "work_dirs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"work_dirs/nix: no such folder in {tmp_path / 'work_dirs'}"):
+        config_of("work_dirs/nix")
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,21 @@ def test_without_a_terminal_each_log_and_each_evaluation_is_a_line(monkeypatch):
     for step in (1, 2):
         console.on_step_begin(None, state(step - 1), None)
         console.on_step_end(None, state(step), None)
-        console.on_log(
-            None, state(step), None, {"loss": 3.0, "learning_rate": 1e-5, "grad_norm": 0.5, "token_fill": 0.5}
-        )
+        logs = {
+            "loss": 3.0,
+            "learning_rate": 1e-5,
+            "grad_norm": 0.5,
+            "token_fill": 0.5,
+            "loss_tokens_per_step": 2 - step,
+        }
+        console.on_log(None, state(step), None, logs)
     console.on_evaluate(None, state(2), None, {"eval_loss": 2.5, "eval_samples": 1200.0, "epoch": 0.5})
     console.on_log(None, state(2), None, {"train_runtime": 9.0})
     console.on_train_end(None, state(2, total=2), None)
     assert out.getvalue().splitlines() == [
         "packed [#####---------------] step 1/4: loss 3.0000, lr 1e-05, grad norm 0.5, fill 50.0%, 0:00:21 left",
-        "packed [##########----------] step 2/4: loss 3.0000, lr 1e-05, grad norm 0.5, fill 50.0%, 0:00:14 left",
+        "packed [##########----------] step 2/4: nothing to train in these rows, loss 3.0000, lr 1e-05, grad norm 0.5, "
+        "fill 50.0%, 0:00:14 left",
         "evaluation at step 2: eval_loss 2.5000, eval_samples 1,200",
     ]
 
