@@ -38,6 +38,7 @@ def test_rows_are_halved_and_their_last_sample_is_cut():
         rate.rows_of([], (1024, 4), 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llm", LANGUAGE_MODELS)
 def test_seconds_are_those_of_all_layers(llm, tokenizer, monkeypatch):
     settings = tiny_internvl_config(tokenizer, llm, num_vision_layers=7, num_hidden_layers=12).to_dict()

@@ -80,7 +80,7 @@ def quick(tmp_path, monkeypatch, made):
     for name in ("INTERNVL_PACK_CACHE", "INTERNVL_PACK_CACHE_GB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("INTERNVL_PACK_RETRIES", "3")
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
     FlakyStore.folder, FlakyStore.faults = made[0].parent, {}
     FlakyStore.calls.clear()
 

@@ -151,7 +151,7 @@ def quick(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("INTERNVL_PACK_RETRIES", "3")
     monkeypatch.setenv("INTERNVL_PACK_TIMEOUT", "1.5")
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
     return tmp_path / "home" / ".cache" / "internvl_pack"
 
 

@@ -67,6 +67,7 @@ def test_every_row_comes_once_as_it_is_without_sharing(data, ranks, num_workers)
     assert [event["id"] for event in events] == [data.sample_id(0, BAD)]
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradients_are_those_of_the_rows_alone(data, tokenizer):
     results = []
     for share in (True, False):

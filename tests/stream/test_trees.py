@@ -153,6 +153,7 @@ OF_RUN += ["--force_image_size", "56", "--max_dynamic_patch", "6", "--dynamic_im
 OF_RUN += ["--use_thumbnail", "True"]
 
 
+@pytest.mark.slow
 def test_the_commands_show_trees(tokenizer, tokenizer_dir, groups, tmp_path, capsys):
     """Trees, branches and tokens saved are those of the batches, counted there by their segments."""
     (batches,), _ = epoch(groups, tokenizer, 1)
