@@ -163,13 +163,12 @@ class PackingEstimate:
         what = f"packing does little: {self.samples_per_pack:.1f} samples a pack, token fill {self.token_fill:.0%}"
         cut = self.split / max(1.0, self.samples)
         if cut > MANY_CUT:
-            wanted = {"--max_packed_tokens": 4 * math.ceil(mean_tokens / 1024) * 1024}
+            raised = f"--max_packed_tokens to {4 * math.ceil(mean_tokens / 1024) * 1024:,}"
             if mean_tiles * tokens > mean_tokens * tiles:
-                wanted = {"--num_images_expected": math.ceil(4 * mean_tiles)}
-            option, value = next(iter(wanted.items()))
+                raised = f"--num_images_expected to {math.ceil(4 * mean_tiles):,}"
             return (
                 f"{cut:.0%} of the samples exceed a row of {count(tokens, 'tokens')} and {count(tiles, 'tiles')} and "
-                f"are cut, and parts may have nothing to train: raise {option} to {value:,} or more"
+                f"are cut, and parts may have nothing to train: raise {raised} or more"
             )
         tiles_first = self.tile_fill >= LOW_FILL and self.tile_fill > self.token_fill
         if (few or low) and (tiles_first or mean_tiles > tiles / 2):
