@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from internvl_pack.estimate.epochs import RunEstimate
+from internvl_pack.estimate.figures import RunEstimate
 from internvl_pack.model.flops import trained_parts
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation

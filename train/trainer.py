@@ -26,7 +26,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from internvl_pack.batch.collate import ON_HOST, to_device
 from internvl_pack.errors import UserError
-from internvl_pack.estimate.epochs import RunEstimate, estimate_epochs
+from internvl_pack.estimate.epochs import estimate_epochs
+from internvl_pack.estimate.figures import RunEstimate
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.parallel.agreement import Agreement

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import PackingConfig
 from ..errors import UserError
-from ..estimate.epochs import PackingEstimate
+from ..estimate.figures import PackingEstimate
 from ..estimate.simulate import LengthTable, read_lengths, report, simulate, surveyed_lengths
 from ..estimate.suggest import TOKEN_BUDGETS, suggest
 from ..options import add_argument, add_options, count, make, option

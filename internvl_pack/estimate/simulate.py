@@ -20,7 +20,8 @@ from ..packing.tally import quantile
 from ..records import Span
 from ..survey.survey import PART, Part, Survey
 from ..survey.table import MAX_TILES, MAX_TOKENS, REFUSED, TREE, Note, crowds_of, tile_pairs
-from .epochs import PackingEstimate, Spread, estimate_spread
+from .epochs import Spread, estimate_spread
+from .figures import PackingEstimate
 
 TOKENS_A_TILE = 256
 TILES_A_PICTURE = 256  # in a family of native resolution, whose tiles are tokens, where the number of images is unknown

@@ -26,7 +26,8 @@ from ..samples import Samples
 from ..survey.survey import Survey
 from ..survey.table import REFUSED, Lengths, Measured
 from ..survey.workers import in_order
-from .epochs import PackingEstimate, Spread, estimate_spread
+from .epochs import Spread, estimate_spread
+from .figures import PackingEstimate
 
 CHUNK_ROWS = 512
 NUM_EXAMPLES = 3

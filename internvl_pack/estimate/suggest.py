@@ -20,7 +20,7 @@ from ..config import PackingConfig
 from ..errors import UserError
 from ..options import count
 from ..packing.cost import CostModel
-from .epochs import PackingEstimate
+from .figures import PackingEstimate
 from .simulate import LengthTable, report, simulate
 
 CLOSE = 0.01

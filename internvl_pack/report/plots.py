@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..estimate.epochs import PackingEstimate
+from ..estimate.figures import PackingEstimate
 from ..estimate.stats import PADDED_BATCHES, Stats
 from ..options import count
 from ..packing.tally import FILL_BINS, quantile

@@ -6,7 +6,7 @@ import io
 from datetime import timedelta
 from types import SimpleNamespace
 
-from internvl_pack.estimate.epochs import PackingEstimate, RunEstimate
+from internvl_pack.estimate.figures import PackingEstimate, RunEstimate
 from train import progress
 from train.progress import ConsoleProgress
 
