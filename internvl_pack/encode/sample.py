@@ -237,10 +237,11 @@ class Outline:
 
     @property
     def num_characters(self) -> int:
-        """Characters of its texts."""
+        """Characters of its texts, and of the images that its record holds or names."""
         if self.answers:
             return sum(outline.num_characters for outline, _ in self.answers)
-        return sum(len(str(part.value)) for span in self.spans for part in span.parts if part.kind == "text")
+        texts = sum(len(str(part.value)) for span in self.spans for part in span.parts if part.kind == "text")
+        return texts + sum(map(len, self.names))
 
     @property
     def num_system_spans(self) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..errors import SampleError
 from .content import new_hash
-from .image_refs import ImageRef
-from .normalise import normalised
+from .image_refs import DataRef, ImageRef
+from .names import is_data_uri
+from .normalise import as_list, normalised
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,14 @@ class RawSample:
         object.__setattr__(self, "data", normalised(self.data))  # of any source, a user's own too
 
     def resolve(self, name: str) -> ImageRef:
-        """The image (or video) that the record calls `name`.
+        """The image (or video) that the record calls `name`, or holds as a `data:` URI.
 
         Raises:
             SampleError: it cannot be one.
         """
+        if is_data_uri(name):
+            images = as_list(self.data.get("image"))
+            return DataRef(name, images.index(name) + 1 if name in images else 1)
         return self.resolver(name)
 
 

@@ -3,7 +3,7 @@
     source = DatasetSource("charts", datasets.load_from_disk("charts"))
 
 A row is a record in any form that `normalised` reads. An image is a PIL image, compressed bytes, {"bytes": ..., "path":
-...} as the datasets library stores it, or a path (str or Path) below `root`.
+...} as the datasets library stores it, a `data:` URI, or a path (str or Path) below `root`.
 
 Columns of the datasets library's `Image` type are read without decoding. The look-ahead keeps no bytes: a reference
 names row and place and reads the row again. A process keeps the row that it read last, since a sample's images are
@@ -29,8 +29,8 @@ import numpy as np
 from ..errors import SampleError, UserError
 from .base import RawSample, Source, own_id
 from .content import new_hash
-from .image_refs import MAX_IMAGE_BYTES, FileRef, FolderResolver, ImageRef
-from .names import meant
+from .image_refs import MAX_IMAGE_BYTES, DataRef, FileRef, FolderResolver, ImageRef
+from .names import is_data_uri, meant
 from .normalise import IMAGES, TURNS, as_list, normalised
 from .tables import is_saved, is_table, no_table
 
@@ -159,6 +159,8 @@ class DatasetSource(Source):
         image = as_list(self._record(row)["image"])[place]
         if isinstance(image, Mapping) and image.get("bytes") is None:
             image = image.get("path")
+        if is_data_uri(image):
+            return DataRef(image, place + 1)
         if isinstance(image, (str, os.PathLike)):
             return self._resolver(os.fspath(image))
         file = _file_of(image)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 from ..errors import MACHINE_ERRORS, SampleError
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 # Compressed size beyond which an image is refused unread: no worker needs more memory than that for its bytes.
 MAX_IMAGE_BYTES = 256 << 20
+
+# Characters of a data: URI in which its comma is looked for, so that a long text without one is not searched.
+_MAX_MEDIA_TYPE = 256
 
 
 @runtime_checkable
@@ -233,6 +237,57 @@ class RemoteRef:
             raise SampleError(reason, str(error.strerror)) from None
         except remote.NoStoreError as error:  # one stray address must not end a run
             raise SampleError("remote_not_supported", str(error)) from None
+
+
+@dataclass(frozen=True)
+class DataRef:
+    """An image or video that its record holds: a `data:` URI in base64 (RFC 2397). It is decoded when it is read.
+
+    Args:
+        uri: as the record has it; the same string, not a copy.
+        number: of the image in its record, from 1.
+    """
+
+    uri: str = field(repr=False)
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"data:{self.uri[5:45].partition(',')[0].partition(';')[0]} ({self.number})"
+
+    def read(self) -> bytes:
+        return self._read(None)
+
+    def head(self, num_bytes: int) -> bytes:
+        return self._read(num_bytes)
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.read())
+
+    def _read(self, num_bytes: int | None) -> bytes:
+        """The first `num_bytes`; all for None."""
+        start = self.uri.find(",", 0, _MAX_MEDIA_TYPE) + 1
+        size = len(self.uri) - start  # in characters, four for three bytes
+        if not self.uri[:start].lower().endswith(";base64,"):
+            raise SampleError("image_field", f"{self._begins} is no data: URI in base64, 'data:image/png;base64,...'")
+        if not size:
+            raise SampleError("image_empty", f"{self._begins} has 0 bytes")
+        if size // 4 * 3 > MAX_IMAGE_BYTES:
+            raise SampleError("image_too_many_bytes", f"{self._begins}: {size // 4 * 3} bytes")
+        if size % 4:
+            raise SampleError(
+                "image_corrupt", f"{self._begins}: {size} characters of base64 are no multiple of 4; was it cut?"
+            )
+        stop = None if num_bytes is None else start + (num_bytes + 2) // 3 * 4
+        try:
+            return base64.b64decode(self.uri[start:stop], validate=True)[:num_bytes]
+        except ValueError as error:  # binascii.Error among them
+            raise SampleError("image_corrupt", f"{self._begins} is not in base64: {error}") from None
+
+    @property
+    def _begins(self) -> str:
+        """The URI's beginning, for messages that say what is wrong with it."""
+        return f"image {self.number}, {self.uri[:40]!r}..."
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,22 @@ MAX_LISTED = 10_000
 _PICTURE_IN_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]{4096}")
 
 
+def is_data_uri(name: object) -> bool:
+    """Whether a record holds an image as `data:image/png;base64,...` where others name a file."""
+    return isinstance(name, str) and name[:5].lower() == "data:"
+
+
 def refuse_embedded(name: str) -> None:
-    """Check that a record names its picture instead of holding it.
+    """Check that a record names its picture instead of holding it as base64 without a media type.
 
     Raises:
         SampleError: `image_field`, it holds it.
     """
-    is_data = name[:5].lower() == "data:"
-    if not is_data and len(name) < 200:
-        return
-    if is_data or _PICTURE_IN_BASE64.match(name):
-        what = f"a data: URI ({name[5:40].partition(';')[0].partition(',')[0]})" if is_data else "text in base64"
+    if len(name) >= 200 and _PICTURE_IN_BASE64.match(name):
         raise SampleError(
             "image_field",
-            f"the picture itself, {what} of {len(name)} characters, stands where its file's name is read: write it to "
-            "a file",
+            f"the picture itself, text in base64 of {len(name)} characters, stands where its file's name is read: "
+            "write 'data:image/png;base64,' before it, or write it to a file",
         )
 
 
