@@ -12,11 +12,13 @@ import pytest
 import torch
 from helpers import answer
 from helpers.factory import TINY, write_meta
+from helpers.native_samples import native_tokenizer
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from internvl_pack import EncodeConfig, PackedDataset, PackingConfig, build_loader
+from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.checkpoints.processor import PREPROCESSOR, PROCESSOR, VIDEO, save_processor
 from internvl_pack.encode.formats import make_template
 from internvl_pack.model.build import build_model
@@ -24,6 +26,7 @@ from internvl_pack.model.images import normalize_tiles
 from internvl_pack.testing.tiny import save_tiny_checkpoint
 from train.saving import Saving
 
+NATIVE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5")
 QUESTION = "how many tiles of the image"
 ENCODE = replace(TINY, max_dynamic_patch=4)
 
@@ -74,16 +77,57 @@ def test_made_files_prepare_a_chat_as_training_did(base, tokenizer, tmp_path):
     assert saved(prompt, add_special_tokens=False).input_ids == ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"use_llm_lora": 2}], ids=["whole", "lora"])
-def test_autoprocessor_generate_and_pipeline_work_from_the_folder(options, base, tokenizer, tmp_path):
-    if not (is_torchvision_available() or "INTERNVL_PACK_TORCHVISION" in os.environ):
-        pytest.skip("transformers' processor of InternVL needs torchvision; shell/test.sh names one")
-    out = save(base, tokenizer, tmp_path, Saving(source=str(base / "model"), encode=ENCODE), **options)
-    command = [sys.executable, answer.__file__, str(out), str(base / "a.png"), QUESTION]
+def answers(question, images, folders):
+    """Of helpers/answer.py."""
+    command = [sys.executable, answer.__file__, question, ",".join(map(str, images)), *map(str, folders)]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr[-2000:]
-    found = json.loads(said.stdout.splitlines()[-1])
+    return [json.loads(line) for line in said.stdout.splitlines()[-len(folders) :]]
+
+
+needs_torchvision = pytest.mark.skipif(
+    not (is_torchvision_available() or "INTERNVL_PACK_TORCHVISION" in os.environ),
+    reason="transformers' processors of whole models need torchvision; shell/test.sh names one",
+)
+
+
+@pytest.mark.slow
+@needs_torchvision
+def test_the_processor_of_native_resolution_makes_the_prompts_and_grids_of_training(base, tmp_path):
+    """Of pictures of two sizes, one of which is made smaller; the model answers from the folder."""
+    Image.effect_noise((90, 310), 80).convert("RGB").save(tmp_path / "b.png")
+    images = [base / "a.png", tmp_path / "b.png"]
+    question = f"left: <image> right: <image>{QUESTION}"
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "two and one"}]
+    record = {"image": [str(image) for image in images], "conversations": turns}
+    (tmp_path / "two.jsonl").write_text(json.dumps(record) + "\n")
+    meta = write_meta(tmp_path, {"two": {"root": "/", "annotation": "two.jsonl"}})
+    expected = []
+    for family in NATIVE:
+        tokenizer, folder = native_tokenizer(family), tmp_path / family
+        save_tiny_checkpoint(folder, tokenizer, family=family)
+        content = json.loads((folder / "config.json").read_text())
+        bounds = {"min_pixels": 1024, "max_pixels": 20_000}
+        encode = encode_config({"conv_style": "chat_template"} | bounds, content)
+        save_processor(folder, str(folder), tokenizer, encode, 0)
+        config = PackingConfig(max_packed_tokens=512, num_images_expected=512)
+        (batch,) = build_loader(PackedDataset.from_meta(meta, tokenizer, config, encode=encode))
+        first = int((batch["labels"][0] >= 0).nonzero()[0])
+        grids = [[1, 2 * rows, 2 * columns] for rows, columns in batch["image_grids"]]
+        expected.append((batch["input_ids"][0, :first].tolist(), grids, 4 * len(batch["pixel_values"])))
+        assert grids[0][1:] != grids[1][1:]
+    found = answers(question, images, [tmp_path / family for family in NATIVE])
+    for family, told, (ids, grids, patches) in zip(NATIVE, found, expected, strict=True):
+        assert (told["prompt"], told["grids"]) == (ids, grids), family
+        assert told["tiles"][0] == patches and told["answer"] == told["pipeline"]
+
+
+@pytest.mark.slow
+@needs_torchvision
+@pytest.mark.parametrize("options", [{}, {"use_llm_lora": 2}], ids=["whole", "lora"])
+def test_autoprocessor_generate_and_pipeline_work_from_the_folder(options, base, tokenizer, tmp_path):
+    out = save(base, tokenizer, tmp_path, Saving(source=str(base / "model"), encode=ENCODE), **options)
+    (found,) = answers(f"<image>{QUESTION}", [base / "a.png"], [out])
     ids, tiles = trained_on(base, tokenizer)
     assert found["prompt"] == ids and found["tiles"] == list(tiles.shape)
     assert found["answer"] == found["pipeline"]

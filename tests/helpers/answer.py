@@ -1,6 +1,8 @@
-"""What a trained folder answers by transformers alone: README's lines, in a process of their own.
+"""What trained folders answer by transformers alone: README's lines, in a process of their own.
 
-    python tests/helpers/answer.py FOLDER IMAGE QUESTION    prints one JSON object
+    python tests/helpers/answer.py QUESTION IMAGES FOLDER...    prints one JSON object a folder
+
+In the question `<image>` stands for the next of the images, whose names are separated by commas.
 
 The processor of InternVL needs torchvision, whose wheel on PyPI is built for CUDA: beside a torch without CUDA its
 compiled operators do not load, and importing it fails on the names of two of them. Processors call none of the
@@ -45,12 +47,19 @@ def import_torchvision() -> torch.library.Library | None:
     return library
 
 
-def main(folder: str, image: str, question: str) -> None:
+def main(question: str, images: str, *folders: str) -> None:
     _declared = import_torchvision()
+    first, *others = question.split("<image>")
+    parts = [{"type": "text", "text": first}] if first else []
+    for image, text in zip(images.split(","), others, strict=True):
+        parts += [{"type": "image", "image": Image.open(image)}, {"type": "text", "text": text}]
+    for folder in folders:
+        print(json.dumps(answered(folder, [{"role": "user", "content": parts}])))
+
+
+def answered(folder: str, chat: list[dict]) -> dict:
     from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
-    parts = [{"type": "image", "image": Image.open(image)}, {"type": "text", "text": question}]
-    chat = [{"role": "user", "content": parts}]
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder)
     how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -61,7 +70,9 @@ def main(folder: str, image: str, question: str) -> None:
         text=chat, max_new_tokens=3, return_full_text=False, generate_kwargs={"do_sample": False}
     )
     found = {"prompt": prompt, "tiles": list(inputs["pixel_values"].shape), "pipeline": piped["generated_text"]}
-    print(json.dumps(found | {"answer": processor.decode(answer, skip_special_tokens=True)}))
+    if "image_grid_thw" in inputs:
+        found["grids"] = inputs["image_grid_thw"].tolist()
+    return found | {"answer": processor.decode(answer, skip_special_tokens=True)}
 
 
 if __name__ == "__main__":
