@@ -156,6 +156,7 @@ def import_all() -> None:
     torch.set_num_threads(1)
     prepare_deepspeed_on_cpu()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def lead(connection: socket.socket) -> None:

@@ -23,7 +23,7 @@ from internvl_pack.cli import main as internvl_pack
 from train.accounting import read_sample_log
 from train.checkpoint import load_packing_state
 
-COUNT = 400
+COUNT = 240
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks
 
 pytestmark = pytest.mark.slow
