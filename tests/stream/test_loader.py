@@ -20,7 +20,7 @@ from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader,
 from internvl_pack.stream.loader import PackLoader
 from internvl_pack.stream.state import STATE_VERSION
 
-COUNT = 240
+COUNT = 132
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
 
 
