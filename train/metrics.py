@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 
 from internvl_pack.config import PackingConfig
-from internvl_pack.model.flops import flop_counts, peak_flops, trained_parts
+from internvl_pack.errors import UserError
+from internvl_pack.model.flops import FlopCounts, flop_counts, peak_flops, trained_parts
 from internvl_pack.model.packed import PackedModel
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2  # steps left out of the speed: allocation, compilation, first reads
 
@@ -35,9 +39,13 @@ class StepMetrics:
     ) -> None:
         self._config = config
         self._max_tiles = max_tiles
-        self._flops = flop_counts(model.config, **trained_parts(model))
         self._on_cuda = device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if self._on_cuda else None
+        try:
+            self._flops = flop_counts(model.config, **trained_parts(model))
+        except UserError as error:  # of a family that is tried
+            logger.warning("operations are not counted, and no mfu is told: %s", error)
+            self._flops, self._peak_flops = FlopCounts(), None
         self._world_size = world_size
         self._now: dict[str, float] = {}
         self._sums: dict[str, float] = {}

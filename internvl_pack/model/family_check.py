@@ -21,6 +21,7 @@ from ..encode.families import make_family
 from ..errors import SampleError, UserError
 from .parity import PLANS, Parity, make_segment, measure_parity, pack_on_cpu, perturbed, pictures
 from .towers import TOWERS, find_tower
+from .zero3 import without_zero3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,7 +57,8 @@ def check_by_parity(path: str | Path, family: str, tokenizer: Any) -> None:
     if not hasattr(config, "vision_config"):
         raise UserError(f"{what} has no vision tower: leave the option out")
     try:
-        found = _try(path, config, family, tokenizer)
+        with without_zero3():
+            found = _try(path, config, family, tokenizer)
     except UserError:
         raise
     except Exception as error:  # code written for another model, on this one

@@ -59,10 +59,10 @@ class FlopCounts:
             the last of a picture's tiles, in towers of native resolution.
     """
 
-    per_token: float
-    per_squared_token: float
-    per_loss_token: float
-    per_tile: float
+    per_token: float = 0.0
+    per_squared_token: float = 0.0
+    per_loss_token: float = 0.0
+    per_tile: float = 0.0
     per_squared_tile: float = 0.0
 
     def of(self, batch: Mapping[str, Any]) -> float:

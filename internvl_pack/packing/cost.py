@@ -257,6 +257,9 @@ class VisionSide:
         """
         text, vision = config.get("text_config") or config["llm_config"], config["vision_config"]
         native = "spatial_merge_size" in vision
+        if "embed_dim" in vision:  # Qwen2-VL, whose hidden_size is the decoder's
+            width, ratio = _number(vision, "embed_dim"), _number(vision, "mlp_ratio")
+            vision = {**vision, "hidden_size": width, "intermediate_size": ratio * width}
         hidden, width, patch = _number(text, "hidden_size"), _number(vision, "hidden_size"), _side(vision, "patch_size")
         depth = _number(vision, "depth" if native else "num_hidden_layers")
         if not native:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.native_samples import CLIP, HALVES, collated, native_tokenizer, processor, segments_of
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from internvl_pack.batch.collate import packed_collate_fn
 from internvl_pack.batch.row import PackRow
@@ -17,10 +18,11 @@ from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.errors import UserError
 from internvl_pack.model import parity
 from internvl_pack.model.build import build_model, check_loadable
-from internvl_pack.model.family_check import shrunken
+from internvl_pack.model.family_check import check_by_parity, shrunken
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.model.towers import TOWERS
 from internvl_pack.model.towers.internvl import InternVLTower
+from internvl_pack.packing.cost import VisionSide
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -69,6 +71,15 @@ def test_a_model_built_as_a_known_family_is_packed_exactly(tokenizer, tmp_path, 
     loss = packed(**collated(tokenizer, "qwen2_5_vl", segments)).loss
     expected = parity.own_loss(parity.own_model(packed), segments, processor("qwen2_5_vl", tokenizer))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    matrices = [p.numel() for p in packed.tower.layers.parameters() if p.ndim == 2]
+    assert VisionSide.of(packed.config.to_dict()).layers == sum(matrices), "what a step's operations are counted by"
+
+
+def test_with_zero_3_the_model_that_is_tried_is_whole(tokenizer, tmp_path):
+    folder = checkpoint(tmp_path, tokenizer)
+    config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    check_by_parity(folder, "qwen2_5_vl", tokenizer)
+    assert is_deepspeed_zero3_enabled() and config.is_zero3(), "what is loaded then is not"
 
 
 @pytest.mark.parametrize(
