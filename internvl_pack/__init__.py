@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch.collate import packed_collate_fn, padded_collate_fn
     from .batch.in_batch import in_batch_collate_fn
+    from .checkpoints.encoding import encode_config_of
     from .config import PackingConfig
     from .encode.chat import ChatML, Frame, Framed, register_template
     from .encode.sample import EncodeConfig, Encoder
@@ -40,6 +41,7 @@ _HOMES = {
     "PackedDataset": "stream.dataset",
     "EncodeConfig": "encode.sample",
     "Encoder": "encode.sample",
+    "encode_config_of": "checkpoints.encoding",
     "SampleError": "errors",
     "UserError": "errors",
     "PackLoader": "stream.loader",
@@ -76,6 +78,7 @@ __all__ = [
     "Source",
     "UserError",
     "build_loader",
+    "encode_config_of",
     "estimate_epochs",
     "in_batch_collate_fn",
     "packed_collate_fn",

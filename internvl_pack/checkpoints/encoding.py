@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..config import PackingConfig
@@ -10,8 +11,41 @@ from ..encode.families import find_family
 from ..encode.sample import EncodeConfig
 from ..encode.tiles import TileOptions, tokens_per_tile
 from ..errors import UserError
-from ..options import make
-from .internvl_format_files import patch_size_of
+from ..options import make, options_of
+from ..sources.names import meant
+from .internvl_format_files import chat_style, config_of, patch_size_of
+
+
+def encode_config_of(checkpoint: str | Path, **options: Any) -> EncodeConfig:
+    """The `EncodeConfig` of a model's checkpoint: its tile sizes, chat format and family, and options of yours.
+
+        encode = encode_config_of("OpenGVLab/InternVL3-1B-hf", dynamic_image_size=True, use_thumbnail=True)
+
+    Args:
+        checkpoint: folder or hub name.
+        options: by their names on a command line (docs/options.md): `max_dynamic_patch`, `conv_style`, `max_pixels`,
+            `objective`, ...; what is left out is the checkpoint's, or its default.
+
+    Raises:
+        UserError: no such checkpoint or option, or an option that is not allowed.
+    """
+    known = [name for config in (EncodeConfig, TileOptions) for name, _, _ in options_of(config)]
+    if unknown := next((name for name in options if name not in known), None):
+        raise UserError(f"encode_config_of: unknown option {unknown!r}{meant(unknown, known)}")
+    config = config_of(checkpoint)
+    if not config:
+        raise UserError(f"{checkpoint}: no config.json of a model there: give a checkpoint's folder or hub name")
+    return in_its_chat_format(options, config)
+
+
+def in_its_chat_format(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> EncodeConfig:
+    """As `encode_config`, where the options name no `conv_style` in the checkpoint's.
+
+    Raises:
+        UserError: as `encode_config`, or the checkpoint's chat format is not known here.
+    """
+    checkpoint = served_by(checkpoint, options.get("family_check"))
+    return encode_config({**options, "conv_style": chat_style(options.get("conv_style"), checkpoint)}, checkpoint)
 
 
 def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> EncodeConfig:

@@ -160,12 +160,11 @@ def encode_config(args: argparse.Namespace) -> EncodeConfig:
         UserError: options that cannot be used, or a chat format of the checkpoint that is not known here.
     """
     from ..checkpoints import encoding
-    from ..checkpoints.internvl_format_files import chat_style, config_of
+    from ..checkpoints.internvl_format_files import config_of
 
     with naming("--tokenizer "):
-        checkpoint = encoding.served_by(config_of(args.tokenizer), args.family_check)
-    options = vars(args) | {"conv_style": chat_style(args.conv_style, checkpoint)}
-    return encoding.encode_config(options, checkpoint)
+        checkpoint = config_of(args.tokenizer)
+    return encoding.in_its_chat_format(vars(args), checkpoint)
 
 
 def open_samples(args: argparse.Namespace) -> Samples:

@@ -432,7 +432,7 @@ class PackedModel(ModelHolder):
             raise ValueError(
                 f"{len(positions)} image tokens (id {self._picture_ids[0]}) for {num_tiles} tiles of "
                 f"{self.tokens_per_tile} tokens: --force_image_size, --down_sample_ratio and the tokenizer must be the "
-                "model's"
+                "model's; in Python, make the dataset's EncodeConfig by encode_config_of(checkpoint)"
             )
         return positions
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from helpers.factory import write_jsonl
 
-from internvl_pack import EncodeConfig
+from internvl_pack import EncodeConfig, encode_config_of
 from internvl_pack.commands._options import add_encoding, encode_config
 from internvl_pack.errors import UserError
 from train.arguments import DataTrainingArguments
@@ -39,6 +39,19 @@ def test_chat_format_and_sizes_are_the_checkpoints(tmp_path, size):
     assert (encode.image_size, encode.tokens_per_tile) == (256, 16)
     with pytest.raises(UserError, match="force_image_size 392 with patches of 16"):
         encode_config(parsed("--force_image_size", "392", "--tokenizer", str(tmp_path)))
+
+
+def test_in_python_a_checkpoint_gives_what_a_command_takes_from_it(tmp_path):
+    tower = {"patch_size": 14, "image_size": 56}
+    config = {"model_type": "internvl_chat", "template": "phi3-chat", "vision_config": tower}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--max_dynamic_patch", "6", "--objective", "dpo")
+    given = encode_config_of(tmp_path, max_dynamic_patch=6, objective="dpo")
+    assert given == encode_config(parsed(*words, "--tokenizer", str(tmp_path))) and given.conv_style == "phi3-chat"
+    with pytest.raises(UserError, match="unknown option 'image_sise'"):
+        encode_config_of(tmp_path, image_sise=56)
+    with pytest.raises(UserError, match="of a model there: give"):
+        encode_config_of(tmp_path.parent)
 
 
 def test_a_tokenizer_alone_says_nothing_about_patches(tmp_path):

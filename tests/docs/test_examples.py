@@ -23,12 +23,15 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from helpers.factory import write_jsonl
 from helpers.ranks import run as run_on_ranks
 
 from internvl_pack.cli import command_helps
+from internvl_pack.testing.tiny import save_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -109,6 +112,20 @@ def test_python_blocks_run(page, checkout):
     script = checkout / "page.py"
     script.write_text("\n".join(block.code for block in PYTHON_RUN[page]), encoding="utf-8")
     run(checkout, sys.executable, script)
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_readme_trains_a_small_checkpoint_by_its_name_alone(tokenizer, tmp_path):
+    folder, meta = save_tiny_checkpoint(tmp_path / "tiny", tokenizer), write_jsonl(tmp_path, 12)
+    (code,) = [b.code for b in BLOCKS if (b.page, b.kind) == ("README.md", "python") and "build_loader" in b.code]
+    changes = {"OpenGVLab/InternVL3-1B-hf": folder, "meta.json": meta, ".cuda()": "", "num_workers=4": "num_workers=0"}
+    for written, here in changes.items():
+        assert code.count(written) == 1
+        code = code.replace(written, str(here))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    before = names["build_model"](folder, tokenizer=tokenizer, dtype=torch.float32).state_dict()
+    assert not any(torch.equal(before[name], value) for name, value in names["model"].state_dict().items())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -107,7 +107,7 @@ class NativePictures(Bordered):
         if config.tokens_per_tile != 1:
             raise UserError(
                 f"family {config.family!r} has tiles of one token: make its EncodeConfig by "
-                "checkpoints.encoding.encode_config from the checkpoint's config"
+                "encode_config_of(checkpoint)"
             )
         self._side = config.image_size
         self._rule = (self._side, *self._bounds(config.min_pixels, config.max_pixels))
