@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .checkpoints.encoding import encode_config_of
     from .config import PackingConfig
     from .encode.chat import ChatML, Frame, Framed, register_template
-    from .encode.sample import EncodeConfig, Encoder
+    from .encode.config import EncodeConfig
+    from .encode.sample import Encoder
     from .errors import SampleError, UserError
     from .estimate.epochs import estimate_epochs
     from .sources import ImageRef, RawSample, Source, register_source
@@ -39,7 +40,7 @@ _HOMES = {
     "padded_collate_fn": "batch.collate",
     "PackingConfig": "config",
     "PackedDataset": "stream.dataset",
-    "EncodeConfig": "encode.sample",
+    "EncodeConfig": "encode.config",
     "Encoder": "encode.sample",
     "encode_config_of": "checkpoints.encoding",
     "SampleError": "errors",

@@ -10,8 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .encode.config import EncodeConfig
 from .encode.joined import JoinedSource
-from .encode.sample import EncodeConfig, Encoded, Encoder, Outline
+from .encode.sample import Encoded, Encoder, Outline
 from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart
 from .records import Fragment

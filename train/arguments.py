@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.config import PackingConfig, RowOptions
-from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.encode.tiles import TileOptions
 from internvl_pack.errors import UserError
 from internvl_pack.model.compiled import RECOMPUTE

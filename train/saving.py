@@ -11,7 +11,7 @@ from internvl_pack.checkpoints import internvl_format, lora
 from internvl_pack.checkpoints.internvl_format_files import config_of, local_folder, save_internvl_format
 from internvl_pack.checkpoints.processor import processor_files, save_processor
 from internvl_pack.checkpoints.tokenizers import save_tokenizer
-from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.holder import inner_names
 from internvl_pack.model.packed import PackedModel

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import PackingConfig
+from ..encode.config import EncodeConfig
 from ..encode.families import find_family
-from ..encode.sample import EncodeConfig
 from ..encode.tiles import TileOptions, tokens_per_tile
 from ..errors import UserError
 from ..options import make, options_of

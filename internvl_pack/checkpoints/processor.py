@@ -13,9 +13,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..encode.config import EncodeConfig
 from ..encode.families import find_family
 from ..encode.formats import make_template
-from ..encode.sample import EncodeConfig
 from .internvl_format import is_internvl_format
 from .internvl_format_files import config_of
 from .tokenizers import name_image_tokens

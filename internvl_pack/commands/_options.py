@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import NOT_NEEDED, PackingConfig, RowOptions
-from ..encode.sample import EncodeConfig
+from ..encode.config import EncodeConfig
 from ..encode.tiles import TileOptions
 from ..errors import naming
 from ..options import add_argument, add_options, make, option

@@ -21,7 +21,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..batch.row import PackRow
 from ..config import PackingConfig, check_budget
-from ..encode.sample import EncodeConfig, Encoder
+from ..encode.config import EncodeConfig
+from ..encode.sample import Encoder
 from ..errors import UserError
 from ..order.mixture import Mixture
 from ..packing.cost import CostModel

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import PackingConfig
-from ..encode.sample import EncodeConfig, Encoder
+from ..encode.config import EncodeConfig
+from ..encode.sample import Encoder
 from ..order.mixture import Mixture
 from ..plan.preset import Preset, PresetPacks
 from ..plan.sequence import PackSequence

@@ -16,7 +16,7 @@ from helpers import factory
 from internvl_pack import cli
 from internvl_pack.batch.collate import PAD_ID
 from internvl_pack.config import PackingConfig
-from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.report import preview as module
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader

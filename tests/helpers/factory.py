@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from internvl_pack.encode.sample import EncodeConfig
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.testing.tiny import WORDS
 
 TINY = EncodeConfig(image_size=56, tokens_per_tile=4, max_dynamic_patch=6, dynamic_image_size=True, use_thumbnail=True)

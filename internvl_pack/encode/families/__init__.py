@@ -16,7 +16,7 @@ from .base import FAMILIES, PictureFamily, register_family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..sample import EncodeConfig
+    from ..config import EncodeConfig
 
 __all__ = ["PictureFamily", "find_family", "internvl", "make_family", "native", "register_family"]
 

@@ -14,7 +14,7 @@ from ..tiles import TileGrid
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..sample import EncodeConfig
+    from ..config import EncodeConfig
 
 
 class PictureFamily(Protocol):

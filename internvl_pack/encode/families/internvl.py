@@ -10,7 +10,7 @@ from .base import Bordered, register_family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..sample import EncodeConfig
+    from ..config import EncodeConfig
 
 
 @register_family("internvl")

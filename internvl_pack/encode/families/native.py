@@ -31,7 +31,7 @@ from .base import Bordered, register_family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..sample import EncodeConfig
+    from ..config import EncodeConfig
 
 Colours = tuple[float, float, float]  # red, green, blue
 CLIP: tuple[Colours, Colours] = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

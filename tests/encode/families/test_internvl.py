@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.encode.families import make_family, register_family
 from internvl_pack.encode.families.base import FAMILIES
-from internvl_pack.encode.sample import EncodeConfig, Encoder
+from internvl_pack.encode.sample import Encoder
 from internvl_pack.encode.tiles import TileGrid
 from internvl_pack.errors import UserError
 

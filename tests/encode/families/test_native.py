@@ -13,10 +13,11 @@ from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from internvl_pack.checkpoints.encoding import encode_config
+from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.encode.families import make_family
 from internvl_pack.encode.families.native import NativePictures, grid_positions
 from internvl_pack.encode.images import decode_tiles
-from internvl_pack.encode.sample import EncodeConfig, Encoder
+from internvl_pack.encode.sample import Encoder
 from internvl_pack.encode.tiles import TileGrid
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.samples import Samples
