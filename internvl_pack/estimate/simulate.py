@@ -99,6 +99,9 @@ class LengthTable:
     def sample_id(self, dataset: int, row: int) -> str:
         return f"row {row + 1}"
 
+    def where_images_are(self, dataset: int) -> str:
+        return ""  # there are no images
+
     def mixture(self) -> Mixture:
         """The order of the epoch: as the samples come."""
         return Mixture([MixturePart(name="lengths", num_rows=len(self))], seed=0, shuffle=False)

@@ -33,6 +33,8 @@ class Lengths(Protocol):
 
     def sample_id(self, dataset: int, row: int) -> str: ...
 
+    def where_images_are(self, dataset: int) -> str: ...
+
 
 class SampleReader:
     """The samples of one epoch in its order, as fragments or refusals.
@@ -91,6 +93,9 @@ class SampleReader:
 
     def _refuse(self, position: int, dataset: int, row: int, error: SampleError) -> None:
         self.ledger.refuse(error.reason)
+        if error.reason == "image_missing" and not self._good[dataset]:  # perhaps all of them
+            hint = self._survey.where_images_are(dataset)
+            error = SampleError(error.reason, f"{error.detail}; {hint}" if hint else error.detail, error.source)
         self._refused.append(Refused(position, error.reason, error.detail, error.source))
         self._bad[dataset] += 1
         if not self._stops:

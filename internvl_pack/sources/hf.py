@@ -391,7 +391,8 @@ def open_saved_dataset(
         import datasets
     except ImportError:
         raise UserError(
-            f"dataset {name!r}: source 'datasets' needs that library: pip install 'internvl-pack[datasets]'"
+            f"dataset {name!r}: Parquet, Arrow and saved Datasets need the datasets library: pip install "
+            "'internvl-pack[datasets]' (in a checkout: pip install -e '.[datasets]')"
         ) from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

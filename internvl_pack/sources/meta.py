@@ -75,6 +75,14 @@ class DatasetSpec:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     hosts: frozenset[str] = frozenset()
 
+    @property
+    def where_images_are(self) -> str:
+        """Where images are looked for, and what to do if none is there; "" where names stand for themselves."""
+        root = self.root or self.options.get("root")
+        if not root or self.shards:
+            return ""
+        return f"image names are joined to {root}; if they lie elsewhere, give that folder as 'root' in a meta file"
+
 
 def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     """Read and check a meta file: `{name: {root, annotation | shards, data_augment, repeat_time, ...}}`.

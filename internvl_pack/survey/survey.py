@@ -237,6 +237,10 @@ class Survey:
     def sample_id(self, dataset: int, row: int) -> str:
         return self.samples.sample_id(dataset, row)
 
+    def where_images_are(self, dataset: int) -> str:
+        """See `DatasetSpec.where_images_are`."""
+        return self.samples.specs[dataset].where_images_are
+
     @property
     def num_known(self) -> int:
         """Rows that need not be measured again."""

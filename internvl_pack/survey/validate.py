@@ -9,7 +9,6 @@ reported in the order of the data whatever the number of workers. Memory is flat
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -242,10 +241,9 @@ def _known_as(name: str) -> str:
 
 
 def root_lines(report: Report, specs: Sequence[DatasetSpec]) -> list[str]:
-    """A line for each dataset with missing images whose `root` is the meta file's folder."""
+    """A line for each dataset of which images are missing."""
     return [
-        f"dataset {spec.name!r}: images are looked for below {spec.root}, the meta file's folder, as its entry in the "
-        "meta file has no other 'root': add one if they lie elsewhere"
+        f"dataset {spec.name!r}: {spec.where_images_are}"
         for spec in specs
-        if spec.name in report.without_images and spec.annotation and spec.root == os.path.dirname(spec.meta_file)
+        if spec.name in report.without_images and spec.where_images_are
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -289,3 +290,11 @@ def test_entries_with_a_source_are_checked(tmp_path, entry, message):
     meta.write_text(json.dumps({"a": entry}))
     with pytest.raises(UserError, match=message):
         load_meta(meta)
+
+
+def test_a_table_without_the_library_says_what_reads_it(monkeypatch, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (spec,) = load_meta(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"'a': Parquet, .* need the datasets library: pip install '.*\[datasets\]'"):
+        open_source(spec)

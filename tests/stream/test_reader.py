@@ -242,6 +242,19 @@ def test_on_error_stop_ends_with_the_samples_name_and_place(stage, tokenizer, tm
     assert str(error.value).count("made.jsonl") == 1
 
 
+@pytest.mark.parametrize("has_meta_file", [True, False])
+def test_where_no_image_is_found_the_folder_and_its_cure_are_named(has_meta_file, tokenizer, tmp_path):
+    meta = write_jsonl(tmp_path, 40, root="imgaes")
+    lines = (tmp_path / "made.jsonl").read_text().splitlines()
+    (tmp_path / "made.jsonl").write_text("\n".join(line for line in lines if '"image"' in line))
+    path, root = (meta, tmp_path / "imgaes") if has_meta_file else (tmp_path / "made.jsonl", tmp_path)
+    (loader,) = loaders(path, tokenizer)
+    with pytest.raises(UserError) as error:
+        list(loader)
+    cure = f"image names are joined to {root}; if they lie elsewhere, give that folder as 'root' in a meta file"
+    assert str(error.value).count(cure) == 1 and "there is no file" in str(error.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no picture", "cut"])
 def test_a_dataset_in_which_nothing_loads_stops_the_run(fault, tokenizer, tmp_path):

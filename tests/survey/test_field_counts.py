@@ -40,4 +40,4 @@ def test_a_misspelt_field_and_images_elsewhere_are_hinted_at(tmp_path, capsys):
     assert main(["validate", str(path)]) == 1
     out = capsys.readouterr().out
     assert "1 placeholder <image>, but no image; the record has 'imgae': did you mean 'image'?" in " ".join(out.split())
-    assert f"dataset 'made': images are looked for below {tmp_path}, the meta file's folder" in out
+    assert f"dataset 'made': image names are joined to {tmp_path}; if they lie elsewhere, give" in out
