@@ -42,6 +42,8 @@ REFUSED_IN_RECORD = {
     "videos": "several videos",
     "chosen": "a preferred answer without a rejected one",
     "rejected": "a rejected answer without a preferred one",
+    "rejected_messages": "a rejected conversation, known as 'rejected'",
+    "rejected_images": "images of the rejected answer alone",
     "loss_mask": "flags of turns beside them",
 }
 
@@ -61,9 +63,14 @@ def is_filled(value: Any) -> bool:
     return value not in _EMPTY and value != [] and value != {}
 
 
+def is_answer(value: Any) -> bool:
+    """Whether a field of an answer holds one: the text `[]` is an answer as any other."""
+    return value not in (None, "", [], {})
+
+
 def is_preference(data: Mapping[str, Any]) -> bool:
     """Whether a record holds a preferred answer and a rejected one."""
-    return is_filled(data.get("chosen")) and is_filled(data.get("rejected"))
+    return is_answer(data.get("chosen")) and is_answer(data.get("rejected"))
 
 
 def refuse_fields(data: Mapping[str, Any]) -> None:

@@ -281,8 +281,18 @@ class Encoder:
         answers = answers_of(raw.data, self.config.objective)
         if answers is None:
             return self._outline(raw, raw.data, spec)
-        outlines = [self._outline(raw, answer.data, spec) for answer in answers]
+        outlines = [self._outline_of_answer(raw, number, answer, spec) for number, answer in enumerate(answers, 1)]
         return replace(outlines[0], answers=tuple(zip(outlines, answers, strict=True)))
+
+    def _outline_of_answer(self, raw: RawSample, number: int, answer: Answer, spec: DatasetSpec) -> Outline:
+        """The outline of one of a record's answers, by itself."""
+        try:
+            return self._outline(raw, answer.data, spec)
+        except SampleError as error:
+            if error.reason != "no_trained_token":
+                raise
+            which = f"answer {number}" if self.config.objective == "sft" else ("'chosen'", "'rejected'")[number - 1]
+            raise SampleError("no_trained_token", f"{which} has no answer with text in it") from error
 
     def _outline(self, raw: RawSample, data: Mapping[str, Any], spec: DatasetSpec) -> Outline:
         """The outline of a record with the fields `data`."""

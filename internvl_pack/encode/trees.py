@@ -9,13 +9,13 @@ has the table of forms.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SampleError
 from ..sources.normalise import normalised
-from .fields import TRAINING_FLAGS, is_filled, is_preference
+from .fields import TRAINING_FLAGS, is_answer, is_filled, is_preference
 
 OBJECTIVES = ("sft", "dpo", "mpo")
 MAX_ANSWERS = 4096
@@ -24,7 +24,9 @@ MAX_ANSWERS = 4096
 PROMPTS = ("prompt", "question")
 ANSWER_FIELDS = ("chosen", "rejected", "rejected_response", "answers")
 
+_LARGEST = sys.float_info.max
 _ASSISTANT = ("gpt", "assistant")
+_ASKING = ("system", "human", "user")
 
 
 class Answer(NamedTuple):
@@ -47,7 +49,7 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
         SampleError: `preference_data`, a record that is not for this objective; `answers`, a form that is none of those
             in docs/data.md.
     """
-    is_pair = is_preference(data) or is_filled(data.get("rejected_response"))
+    is_pair = is_preference(data) or is_answer(data.get("rejected_response"))
     if is_pair and objective == "sft":
         raise SampleError(
             "preference_data",
@@ -57,13 +59,24 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
     if objective != "sft" and not is_pair:
         raise SampleError(
             "no_preference_data",
-            f"objective {objective!r} is of pairs, the record has no 'chosen' and 'rejected': use sft for it",
+            f"objective {objective!r} is of pairs, the record has {_missing(data)}",
         )
     if is_pair:
         return _pair(data)
     if not is_filled(data.get("answers")) or _is_answered(data):
         return None
     return _group(data)
+
+
+def _missing(data: Mapping[str, Any]) -> str:
+    """What of a pair is not in a record that is none."""
+    if is_filled(data.get("rejected_messages")):
+        return "'rejected_messages', which are not read: write both conversations as 'chosen' and 'rejected'"
+    names = ("chosen", "rejected")
+    lacks = [repr(name) for name in names if not is_answer(data.get(name))]
+    if len(lacks) == 1 or any(data.get(name) is not None for name in names):
+        return f"nothing in {' and '.join(lacks)}"
+    return "no 'chosen' and 'rejected': use sft for it"
 
 
 def _is_answered(data: Mapping[str, Any]) -> bool:
@@ -73,7 +86,9 @@ def _is_answered(data: Mapping[str, Any]) -> bool:
 
 
 def _pair(data: Mapping[str, Any]) -> list[Answer]:
-    if is_filled(data.get("rejected_response")):  # beside a conversation that ends with the chosen one
+    if is_answer(data.get("rejected_response")):  # beside a conversation that ends with the chosen one
+        if is_preference(data):
+            raise _bad("'rejected_response' stands beside 'chosen' and 'rejected': keep one of the two pairs")
         turns = _turns(data.get("conversations"), "conversations")
         if not turns or _role(turns[-1]) not in _ASSISTANT:
             raise _bad("'rejected_response' stands beside a conversation whose last turn is the preferred answer")
@@ -89,6 +104,8 @@ def _pair(data: Mapping[str, Any]) -> list[Answer]:
             while shared and _role(chosen[shared - 1]) in _ASSISTANT:
                 shared -= 1  # an answer that both begin with is an answer
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        else:
+            chosen, rejected = _after(prompt, chosen, "chosen"), _after(prompt, rejected, "rejected")
     return [_answer(data, prompt, completion) for completion in (chosen, rejected)]
 
 
@@ -113,7 +130,7 @@ def _group(data: Mapping[str, Any]) -> list[Answer]:
 def _number(value: Any, name: str, number: int) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise _bad(f"{name!r} of answer {number} is {str(value)[:40]!r}, not a number")
     if name == "weight" and value < 0:
         raise _bad(f"'weight' of answer {number} is {value}, below 0")
@@ -138,6 +155,14 @@ def _completion(value: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     return _turns([value] if isinstance(value, dict) else value, name)
+
+
+def _after(prompt: list[dict[str, Any]], turns: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The turns without the prompt, where they are the whole conversation."""
+    turns = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
+    if turns and _role(turns[0]) in _ASKING:
+        raise _bad(f"{name!r} begins with a turn that is no answer, and not with the prompt that stands beside it")
+    return turns
 
 
 def _turns(value: Any, name: str) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ FORMS = {
     "TRL, texts": {"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED},
     "TRL, turns": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "TRL, implicit prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "TRL, prompt and whole conversations": {"prompt": ASKED, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "TRL, prompt and one whole conversation": {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]},
     "TRL, parts": {"prompt": [PARTS], "chosen": [GOOD], "rejected": [BAD]},
     "LLaMA-Factory": {"conversations": [{"from": "human", "value": ASKED}], "chosen": {"from": "gpt", "value": CHOSEN}}
     | {"rejected": {"from": "gpt", "value": REJECTED}},
@@ -62,6 +64,14 @@ def test_a_pair_in_every_form(tokenizer, form):
     assert_branches_are_the_answers(tree, [plain.encode(raw_sample(t, {"a.jpg": jpeg()}), SPEC) for t in turns])
     assert tree.record.is_pair and tree.record.num_tiles == 1
     assert tree.record.num_prefix_tokens > tree.record.num_tokens // 2
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null"])
+def test_an_answer_of_json_is_an_answer(tokenizer, text):
+    tree = encoder(tokenizer).encode(sample(FORMS["MMPR"] | {"chosen": text}), SPEC)
+    plain = encoder(tokenizer, "sft")
+    turns = [[("human", ASKED), ("gpt", answer)] for answer in (text, REJECTED)]
+    assert_branches_are_the_answers(tree, [plain.encode(raw_sample(t, {"a.jpg": jpeg()}), SPEC) for t in turns])
 
 
 @pytest.mark.parametrize("conv_style", CONV_STYLES)
@@ -148,6 +158,17 @@ BAD_RECORDS = {
     "answers, no prompt": ("dpo", {"chosen": CHOSEN, "rejected": REJECTED}, "no common prompt"),
     "answers, other prompts": ("dpo", {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "No?"}, BAD]},
                                "no common prompt"),
+    "answers, another prompt": ("dpo", {"prompt": "Who?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+                                "'chosen' begins with a turn that is no answer"),
+    "answers, two pairs": ("dpo", FORMS["ms-swift"] | {"chosen": GOOD, "rejected": BAD}, "keep one of the two pairs"),
+    "answers, large": ("sft", {"messages": [USER], "answers": [{"text": "a", "reward": 10**400}]}, "not a number"),
+    "no_preference_data, empty": ("dpo", FORMS["MMPR"] | {"rejected": ""}, "the record has nothing in 'rejected'"),
+    "no_preference_data, both empty": ("dpo", FORMS["MMPR"] | {"chosen": "", "rejected": []}, "in 'chosen' and"),
+    "no_preference_data, messages": ("dpo", {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+                                     "'rejected_messages', which are not read"),
+    "unsupported_field, messages": ("sft", {"conversations": [USER, GOOD], "rejected_messages": [USER, BAD]},
+                                    "'rejected_messages'"),
+    "unsupported_field, images": ("dpo", FORMS["ms-swift"] | {"rejected_images": ["b.jpg"]}, "'rejected_images'"),
     "answers, ended": ("dpo", {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "ends with an answer"),
     "answers, form": ("dpo", {"question": ASKED, "chosen": 3, "rejected": REJECTED}, "'chosen' is neither a text nor"),
     "answers, swift": ("dpo", {"messages": [USER], "rejected_response": REJECTED}, "last turn is the preferred answer"),
@@ -156,7 +177,8 @@ BAD_RECORDS = {
     "answers, weight": ("sft", {"messages": [USER], "answers": [{"text": "a", "weight": -1}]}, "'weight' of answer 1"),
     "answers, reward": ("sft", {"messages": [USER], "answers": [{"text": "a", "reward": "x"}]}, "'reward' of answer 1"),
     "answers, no list": ("sft", {"messages": [USER], "answers": "a"}, "'answers' is no list"),
-    "no_trained_token": ("dpo", FORMS["MMPR"] | {"rejected": " "}, "no answer with text"),
+    "no_trained_token": ("dpo", FORMS["MMPR"] | {"rejected": " "}, "'rejected' has no answer with text"),
+    "no_trained_token, group": ("sft", {"messages": [USER], "answers": ["a", ""]}, "answer 2 has no answer with text"),
 }  # fmt: skip
 
 
