@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ..errors import SampleError
 from ..options import count
-from ..sources.normalise import IMAGES, TURNS
+from ..sources.normalise import IMAGES, IN_PARTS, TURNS
 from .chat import Turn
 from .fields import misspelt, system_of
 from .notations import bind_other_notations
@@ -43,10 +43,15 @@ MAX_TURNS = 10_000
 MAX_IMAGES = 10_000
 
 
-def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple[str, str]]:
+def turns_of(
+    data: Mapping, roles: Collection[str] = COMMON_ROLES, *, breaks_after_images: bool = True
+) -> list[tuple[str, str]]:
     """(role, text) of each turn, roles as "system", "human", "gpt", and those of `roles` beside them.
 
     The record's own `system` comes first where no turn is one.
+
+    Args:
+        breaks_after_images: whether images that were parts of a turn (sources/normalise.py) have a line break after them.
 
     Raises:
         SampleError: `no_conversation`, `too_many_turns`, `turn_not_object`, `unknown_role`,
@@ -76,7 +81,10 @@ def turns_of(data: Mapping, roles: Collection[str] = COMMON_ROLES) -> list[tuple
             raise SampleError("system_turn_not_first", f"turn {number} is a system turn; only the first one may be")
         if role == "pretrain" and len(conversation) > 1:
             raise SampleError("pretrain_turn_not_alone", f"turn {number} of {len(conversation)} is a pretrain turn")
-        turns.append((role, _text_of(_one_of(turn, "value", "content", number), number)))
+        text = _text_of(_one_of(turn, "value", "content", number), number)
+        if not breaks_after_images and turn.get(IN_PARTS):
+            text = text.replace(f"{PLACEHOLDER}\n", PLACEHOLDER)
+        turns.append((role, text))
     system = system_of(data)
     if system is None:
         return turns

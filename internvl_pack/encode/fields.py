@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import SampleError
 from ..sources.names import meant
+from ..sources.normalise import IN_PARTS
 
 # Marks of a turn that say whether its answer is trained: true or 1, false or 0.
 TRAINING_FLAGS = ("loss", "weight", "train", "trainable", "loss_mask")
@@ -47,13 +48,13 @@ REFUSED_IN_RECORD = {
     "loss_mask": "flags of turns beside them",
 }
 
-TURN_FIELDS = frozenset(("from", "value", "role", "content", *TRAINING_FLAGS, *REFUSED_IN_TURN))
+_ROLE_AND_TEXT = frozenset(("from", "value", "role", "content", IN_PARTS))
+TURN_FIELDS = _ROLE_AND_TEXT | {*TRAINING_FLAGS, *REFUSED_IN_TURN}
 RECORD_FIELDS = frozenset((
     "id", "conversations", "image", "width", "height", "width_list", "height_list", "video", "clip",
     "tools", *SYSTEM_FIELDS, *REFUSED_IN_RECORD, "answers", "prompt", "question", "rejected_response",
 ))  # fmt: skip
 
-_ROLE_AND_TEXT = frozenset(("from", "value", "role", "content"))
 _EMPTY = (None, "", "[]", "{}", "null")
 _MANY = 50  # names of unknown fields reported of one record
 

@@ -297,7 +297,7 @@ class Encoder:
     def _outline(self, raw: RawSample, data: Mapping[str, Any], spec: DatasetSpec) -> Outline:
         """The outline of a record with the fields `data`."""
         refuse_fields(data)
-        turns = turns_of(data, self._roles)
+        turns = turns_of(data, self._roles, breaks_after_images=getattr(self.family, "breaks_after_images", True))
         flags = trained_answers(data, turns)
         names = image_names_of(data)
         video = video_of(data)

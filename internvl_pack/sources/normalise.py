@@ -19,6 +19,7 @@ from .parse import parse_record
 
 TURNS = ("conversations", "messages")
 IMAGES = ("image", "images")
+IN_PARTS = "images_in_parts"
 _TEXTS = ("content", "value")
 _IMAGE_PARTS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_ROLES = ("user", "human", "pretrain")
@@ -29,8 +30,9 @@ def normalised(data: dict[str, Any]) -> dict[str, Any]:
     """The record with its turns in `conversations`, each with a text, and its images in `image`; itself if it is so.
 
     `messages` may stand for `conversations` and `images` for `image`. Turns may be a list, the JSON of one, or a dict
-    of equally long lists. A text may be a list of parts: those of images become `<image>` and a line break, as the
-    models' chat templates write them, and name their images or stand for the record's, in order. A user's text may name
+    of equally long lists. A text may be a list of parts: those of images become `<image>` and a line break, as
+    InternVL's chat templates write them, and name their images or stand for the record's, in order; such a turn has
+    IN_PARTS, since other families write no line break there. A user's text may name
     images in their places, `<img>a.jpg</img>`, where nothing else says where images stand. An image may be
     `{"path": ...}`.
 
@@ -170,6 +172,8 @@ def _written_out(turns: list[Any], images: Any) -> tuple[list[Any], Any]:
                 raise SampleError(
                     "placeholder_mismatch", f"turn {number} ({role}) has an image; only the user's turns may"
                 )
+            if len(named) > before:
+                turn[IN_PARTS] = True
         written.append(turn)
     if all(name is None for name in named):
         return written, images

@@ -24,10 +24,10 @@ VERDICTS = {
     "tools_field": "unsupported_field",
     "toolcalls_then_text": "unsupported_field",
     "reasoning_content": "unsupported_field",
-    "qwenvl_img": "placeholder_mismatch",
+    "qwenvl_img": "A square.",
     "image_upper_noimg": "placeholder_mismatch",
     "image_numbered": "No.",
-    "data_uri": "image_field",
+    "data_uri": "A square.",
     "bare_b64": "image_field",
     "nfc_name": "A square.",
 }

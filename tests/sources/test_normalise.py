@@ -7,7 +7,7 @@ import json
 import pytest
 
 from internvl_pack.errors import SampleError
-from internvl_pack.sources.normalise import normalised
+from internvl_pack.sources.normalise import IN_PARTS, normalised
 
 ASK = {"role": "user", "content": "What is it?"}
 TELL = {"role": "assistant", "content": "Tea."}
@@ -104,8 +104,16 @@ def asked(text: str) -> list[dict]:
 )
 def test_forms_that_are_read(record, turns, images):
     found = normalised(record | {"id": "7"})
-    assert found == {"id": "7", "conversations": turns} | ({} if images is None else {"image": images})
     assert normalised(found) is found
+    for turn in found["conversations"]:
+        turn.pop(IN_PARTS, None)
+    assert found == {"id": "7", "conversations": turns} | ({} if images is None else {"image": images})
+
+
+def test_turns_whose_images_were_parts_say_so():
+    turns = [user(IMAGE, WHAT), TELL, user(WHAT), TELL, {"role": "user", "content": "<image>\nWhat?"}]
+    found = normalised({"messages": turns, "images": ["a", "b"]})["conversations"]
+    assert [turn.get(IN_PARTS) for turn in found] == [True, None, None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,14 @@ class PictureFamily(Protocol):
         unused_options: fields of EncodeConfig that mean nothing to it, and stand in no fingerprint.
         grid_positions: whether the model tells rows and columns of a picture's tokens by their positions (native.py).
             Tiles are then one token each, their grid is the tokens'.
+        breaks_after_images: whether its chat template writes a line break after an image of a list of parts.
         picture_token_ids: `image_token_id`, and that of videos where it is another.
     """
 
     image_token_id: int
     unused_options: frozenset[str]
     grid_positions: bool
+    breaks_after_images: bool
     picture_token_ids: tuple[int, ...]
 
     def plan(self, size: tuple[int, int], num_images: int, max_dynamic_patch: int) -> TileGrid:
@@ -69,6 +71,7 @@ class Bordered:
     """
 
     grid_positions = False
+    breaks_after_images = True
 
     def __init__(
         self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase, start: str, context: str, end: str

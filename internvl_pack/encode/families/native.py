@@ -101,6 +101,7 @@ class NativePictures(Bordered):
 
     unused_options = frozenset({*TILE_OPTIONS, "takes_videos"})
     grid_positions = True
+    breaks_after_images = False
 
     def __init__(self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer, *self.TOKENS)

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from helpers.encode_samples import BytesRef, file_of, smooth_pixels
 from helpers.native_samples import HALVES, STATISTICS, native_tokenizer, side_of
 from PIL import Image
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -21,7 +22,7 @@ from internvl_pack.encode.sample import Encoder
 from internvl_pack.encode.tiles import TileGrid
 from internvl_pack.errors import SampleError, UserError
 from internvl_pack.samples import Samples
-from internvl_pack.sources import DatasetSpec, FolderResolver
+from internvl_pack.sources import DatasetSpec, FolderResolver, RawSample
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 
@@ -107,6 +108,20 @@ def test_the_block_has_a_token_for_each_tile(tokenizer):
     family = pictures("qwen3_vl")
     start, image, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
     assert family.block(TileGrid(3, 2)).tolist() == [start, *[image] * 6, end]
+
+
+def test_a_picture_in_parts_of_a_turn_has_no_line_break_as_in_the_tokenizers_template(tokenizer):
+    text = {"type": "text", "text": "left or right?"}
+    parts = [{"type": "image", "image": "a"}, text, {"type": "image", "image": "b"}, {"type": "text", "text": "\nor?"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "left"}]
+    resolver = {name: BytesRef(name, file_of(smooth_pixels(64, 64), "PNG")) for name in "ab"}.__getitem__
+    encoder = Encoder(tokenizer, encode_config({"conv_style": "chat_template"}, checkpoint("qwen3_vl")))
+    raw = RawSample("s/0", None, "s:line 1", {"messages": messages}, resolver)
+    found = encoder.encode(raw, DatasetSpec(name="s"))
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    once = [n for n, before in zip(found.input_ids, [0, *found.input_ids], strict=False) if n != pad or before != pad]
+    written = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(once) == written
 
 
 def test_a_picture_counts_rows_and_columns_and_takes_its_longer_side():
