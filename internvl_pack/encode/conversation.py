@@ -51,7 +51,8 @@ def turns_of(
     The record's own `system` comes first where no turn is one.
 
     Args:
-        breaks_after_images: whether images that were parts of a turn (sources/normalise.py) have a line break after them.
+        breaks_after_images: whether images that were parts of a turn (sources/normalise.py) have a line break after
+            them.
 
     Raises:
         SampleError: `no_conversation`, `too_many_turns`, `turn_not_object`, `unknown_role`,
