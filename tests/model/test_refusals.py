@@ -80,9 +80,7 @@ def test_a_flash_model_of_the_hub_is_refused_by_its_index_before_its_weights_are
     assert fetched[1:] == [["*.json"], None]
 
 
-@pytest.mark.parametrize(
-    "option", [{"compile": True}, {"fp8": "rowwise"}, {"vision_micro_tiles": 4}, {"drop_path_rate": 0.1}]
-)
+@pytest.mark.parametrize("option", [{"fp8": "rowwise"}, {"vision_micro_tiles": 4}, {"drop_path_rate": 0.1}])
 def test_what_does_not_go_with_native_resolution_yet_is_refused_before_a_weight_is_read(option, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}))
     ((name, value),) = option.items()
