@@ -183,10 +183,14 @@ def add_options(parser: Any, config: type, *names: str, **defaults: Any) -> None
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A usage line of what has to be given; the options follow in their groups."""
+    """A usage line of what has to be given, and `[options]` for the rest, which follow in their groups."""
 
     def add_usage(self, usage: Any, actions: Iterable[argparse.Action], groups: Any, prefix: Any = None) -> None:
-        super().add_usage(usage, [a for a in actions if a.required or not a.option_strings], groups, prefix)
+        actions = list(actions)
+        shown = [a for a in actions if a.required or not a.option_strings]
+        if any(a.option_strings and not a.required and a.dest != "help" for a in actions):
+            shown.insert(0, argparse.Action([], "options", metavar="[options]"))
+        super().add_usage(usage, shown, groups, prefix)
 
 
 def add_argument(parser: Any, name: str, **words: Any) -> None:
@@ -226,10 +230,18 @@ def boolean(text: str) -> bool:
 
 
 def unknown_option(word: str, known: Iterable[str], program: str) -> str:
-    """The message for an option that `program` does not have, with the nearest of those that it has."""
-    name = word.partition("=")[0].lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"unknown option {word!r}: " + (f"did you mean --{near[0]}?" if near else f"{program} --help lists them all")
+    """The message for an option that `program` does not have, with the nearest of those that it has.
+
+    Near are names of nearly its letters, else those that it abbreviates (`lr`) or is a part of (`epochs`).
+    """
+    name, known = word.partition("=")[0].lstrip("-").replace("-", "_"), list(known)
+    near = difflib.get_close_matches(name, known, n=1) or [
+        other
+        for other in known
+        if f"_{name}_" in f"_{other}_" or name == "".join(part[:1] for part in other.split("_"))
+    ]
+    meant = " or ".join(f"--{other}" for other in near[:3])
+    return f"unknown option {word!r}: " + (f"did you mean {meant}?" if near else f"{program} --help lists them all")
 
 
 def count(number: float, things: str) -> str:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .encode.config import EncodeConfig
 from .encode.joined import JoinedSource
 from .encode.sample import Encoded, Encoder, Outline
+from .encode.trees import answers_of
 from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart
 from .records import Fragment
@@ -20,6 +22,9 @@ from .sources import DatasetSpec, Source, load_meta, open_source
 
 if TYPE_CHECKING:
     from .config import PackingConfig
+
+# Rows of a dataset that are looked at before a model is loaded.
+FIRST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,19 @@ class Samples:
             why = next((str(error) for error in self.damage), "all of its files are empty")
         raise UserError(f"the data holds no samples: {why}")
 
+    def check_objective(self) -> None:
+        """Check by each dataset's first rows that it is not wholly of another objective, as nothing else looks at them.
+
+        Raises:
+            UserError: it is pairs without an objective of pairs, or the other way round; names the dataset.
+        """
+        objective = self.encoder.config.objective
+        for source, spec in zip(self.sources, self.specs, strict=True):
+            errors = (_other_objective(source, row, objective) for row in range(min(len(source), FIRST_ROWS)))
+            found = list(takewhile(bool, errors))
+            if found and len(found) == min(len(source), FIRST_ROWS):
+                raise UserError(f"dataset {spec.name!r}: {found[0]}")
+
     @property
     def damage(self) -> list[SampleError]:
         """Damage in the files that belongs to no row."""
@@ -195,3 +213,13 @@ class Samples:
             }
             for spec, source in zip(self.specs, self.sources, strict=True)
         ]
+
+
+def _other_objective(source: Source, row: int, objective: str) -> SampleError | None:
+    """Why a row is of another objective; None where it is not, or cannot be read."""
+    try:
+        with isolate_sample_errors(source=partial(source.origin, row)):
+            answers_of(source.read(row).data, objective)
+    except SampleError as error:
+        return error if error.reason in ("preference_data", "no_preference_data") else None
+    return None

@@ -215,6 +215,11 @@ def _may_be_there(path: str) -> bool:
     return Path(path).exists() or any(mark in path for mark in "{*?[")
 
 
+def _from_here(path: str) -> str:
+    """Of a relative path, the folder that it starts from."""
+    return "" if os.path.isabs(path) else f" (working folder: {os.getcwd()})"
+
+
 @dataclass
 class DataTrainingArguments(PackingArguments):
     """Which data, and how it becomes tokens and tiles."""
@@ -272,9 +277,9 @@ class DataTrainingArguments(PackingArguments):
         if not self.meta_path and self.packing != PRESET:
             raise UserError("--meta_path is missing: give the meta file of the data")
         if self.meta_path and not _may_be_there(self.meta_path):
-            raise UserError(f"--meta_path {self.meta_path}: no such file")
+            raise UserError(f"--meta_path {self.meta_path}: no such file{_from_here(self.meta_path)}")
         if self.eval_meta_path and not _may_be_there(self.eval_meta_path):
-            raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file")
+            raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file{_from_here(self.eval_meta_path)}")
         check_options(self, "--")
         self.use_packed_ds = self.use_packed_ds or self.packing is not None
 

@@ -175,6 +175,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def silent(name: str) -> Iterator[None]:
+    """Only warnings of a logger, and of those below it."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(max(logging.WARNING, log.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def set_up_logging() -> None:
     """Our own log on stderr: everything on the first rank, errors elsewhere."""
     handler = logging.StreamHandler()

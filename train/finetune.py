@@ -72,6 +72,7 @@ from .environment import (
     report_error,
     set_up_logging,
     shut_down,
+    silent,
     telling_of_ports,
     wait_no_longer_than,
 )
@@ -222,6 +223,7 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     style = chat_style(data_args.conv_style, checkpoint_config)
     data_args = replace(data_args, conv_style=style)
     data = make_data(model_args, data_args, args, packing, ranks)
+    data.train.samples.check_objective()
     set_seed(args.seed)
     if model_args.compile:
         keep_compiled(str(args.output_dir))
@@ -333,7 +335,8 @@ def make_objective(begun: Begun, model_args: ModelArguments, args: PackTrainingA
         logger.info("reference: the model without its LoRA")
     else:
         as_it_is, kernel = replace(model_args, **AS_IT_IS), begun.model.attn_kernel.name
-        copy = load_model(as_it_is, begun.data_args, args, begun.data.tokenizer, kernel)
+        with silent("internvl_pack.model"):  # what it would say was said of the trained one
+            copy = load_model(as_it_is, begun.data_args, args, begun.data.tokenizer, kernel)
         copy.share_rows(begun.model.sequence_group)
         reference = FrozenCopy(copy)
         logger.info("reference: a frozen copy of the model")

@@ -10,6 +10,8 @@ Random weights, but the classes, special tokens and code paths of the published 
 from __future__ import annotations
 
 import argparse
+import math
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,15 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make_tiny_model", description=__doc__.partition("\n")[0])
     parser.add_argument("--meta_path", required=True, help="meta file whose texts train the tokenizer")
     parser.add_argument("--output_dir", required=True, help="folder of the checkpoint")
-    parser.add_argument("--family", default="internvl", choices=FAMILIES, help="family of the whole model")
+    parser.add_argument(
+        "--family", default="internvl", choices=FAMILIES, help="family of the whole model; default: %(default)s"
+    )
     parser.add_argument("--llm", choices=LANGUAGE_MODELS, help="language model of an InternVL; default: qwen2")
-    parser.add_argument("--vocab_size", type=int, default=2048, help="tokens of the vocabulary at most")
+    parser.add_argument(
+        "--vocab_size", type=int, default=2048, help="tokens of the vocabulary at most; default: %(default)s"
+    )
     parser.add_argument(
         "--image_size", type=int, help="side of an InternVL's tile, pixels, a multiple of 28; default: 56"
     )
-    parser.add_argument("--hidden_size", type=int, default=64, help="width of the language model, in 4 heads")
-    parser.add_argument("--num_layers", type=int, default=2, help="layers of the language model")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument(
+        "--hidden_size", type=int, default=64, help="width of the language model, in 4 heads; default: %(default)s"
+    )
+    parser.add_argument("--num_layers", type=int, default=2, help="layers of the language model; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights; default: %(default)s")
     args = parser.parse_args(argv)
     try:
         write(args)
@@ -52,6 +60,7 @@ def write(args: argparse.Namespace) -> None:
     Raises:
         UserError: sizes that do not go together, or a meta file without texts.
     """
+    from safetensors import safe_open
     from transformers.utils import logging as transformers_logging
 
     from internvl_pack.sources import load_meta, open_source
@@ -76,7 +85,14 @@ def write(args: argparse.Namespace) -> None:
     settings = {"seed": args.seed, "hidden_size": args.hidden_size, "num_layers": args.num_layers}
     if args.family == "internvl":
         settings["image_size"] = image_size
-    save_tiny_checkpoint(args.output_dir, tokenizer, args.llm or "qwen2", family=args.family, **settings)
+    folder = save_tiny_checkpoint(args.output_dir, tokenizer, args.llm or "qwen2", family=args.family, **settings)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        size = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    what = "InternVL" if args.family == "internvl" else args.family
+    print(f"wrote {folder}: a tiny {what} ({size:,} parameters). To train it:")
+    budgets = "--max_packed_tokens 1024 --num_images_expected " + ("16" if args.family == "internvl" else "1024")
+    paths = ["--model_name_or_path", str(folder), "--meta_path", args.meta_path, "--output_dir", f"{folder}-run"]
+    print(f"  internvl-pack train {shlex.join(paths)} --use_packed_ds True {budgets} --learning_rate 2e-3")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from .figures import PackingEstimate
 from .simulate import LengthTable, report, simulate
 
 CLOSE = 0.01
+FEW_STEPS = 10  # of an epoch: of fewer the last one, which is not full, decides
 TOKEN_BUDGETS = (4096, 8192, 16384, 32768)
 TILE_SHARES = (1.0, 1.2, 1.5)  # of the tiles that come with so many tokens on average
 
@@ -124,6 +125,13 @@ def _tile_budgets(max_tokens: int, largest_image: int, num_tokens: int, num_tile
 
 def _reason(chosen: Trial, best: float, num_tokens: int, num_tiles: int) -> str:
     report = chosen.report
+    if report["steps"] < FEW_STEPS:
+        return (
+            f"the data is too small to judge budgets by: an epoch has {count(report['steps'], 'steps')} of "
+            f"{count(chosen.epoch.packs_per_step, 'packs')} on {count(chosen.epoch.num_ranks, 'ranks')}, of which the "
+            "last is seldom full; give the run's --ranks and --global_batch, and --samples 20000 to draw as many from "
+            "these lengths"
+        )
     binds = "tokens" if report["token_fill"] >= report["tile_fill"] else "tiles"
     ratio = f"{num_tokens / num_tiles:,.0f} tokens a tile" if num_tiles else "text only"
     return (

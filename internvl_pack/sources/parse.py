@@ -48,7 +48,7 @@ def parse_record(raw: bytes, origin: str | None = None) -> dict[str, Any]:
     except RecursionError:
         raise SampleError("json_too_deep", "nested too deeply", origin) from None
     except json.JSONDecodeError as error:
-        what = f"{error.msg} at character {error.pos}"
+        what = f"{error.msg.removesuffix(' at')} at character {error.pos}"
         if error.msg.startswith("Invalid control character"):
             what += rf" (a raw {text[error.pos : error.pos + 1]!r} must be written as an escape such as \t)"
         elif error.msg == "Extra data" and text[error.pos] in ",{":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,19 @@ def test_help_and_mistakes_name_the_command(called):
     assert "finetune.py" not in shown
     with pytest.raises(UserError, match="unknown option '--hepl': internvl-pack train --help lists them all"):
         parse(["--hepl"], PROGRAM)
+    for word, meant in {
+        "--lr": "--learning_rate or",
+        "--epochs": "--num_train_epochs?",
+        "--metapath": "--meta_path?",
+    }.items():
+        with pytest.raises(UserError, match=f"unknown option '{word}': did you mean .*{re.escape(meant)}"):
+            parse([word, "1"], PROGRAM)
+
+
+def test_usage_says_that_there_are_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["preview", "--help"])
+    assert capsys.readouterr().out.startswith("usage: internvl-pack preview --out FILE [options] meta\n")
 
 
 def test_no_process_is_refused(called, capsys):

@@ -72,6 +72,12 @@ def test_a_folder_or_a_pattern_of_data_is_taken(tmp_path):
         assert DataTrainingArguments(meta_path=path).meta_path == path
 
 
+def test_data_that_a_relative_path_misses_is_told_with_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"--meta_path dta/meta.json: no such file \(working folder: {tmp_path}\)"):
+        DataTrainingArguments(meta_path="dta/meta.json")
+
+
 def test_the_dataclasses_go_into_transformers_own_parser(own_process, tmp_path):
     parser = HfArgumentParser((ModelArguments, DataTrainingArguments, PackTrainingArguments))
     argv = [*MODEL, *DATA, "--output_dir", str(tmp_path), "--use_packed_ds", "True", "--grad_checkpoint"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from train.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 COUNT = 24
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def quarantined(folder: Path) -> list[dict]:
@@ -38,6 +40,9 @@ def test_packed_and_padded_train_the_same_samples_to_the_last_epoch(train, tmp_p
     assert 0 < one["token_fill"] <= 1 and 0 < one["tile_fill"] <= 1
     assert one["loss_last"] < one["loss_first"]
     assert one["tokens_per_s"] > 0
+    section = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8").partition("### train_summary.json")[2]
+    keys = [key for line in re.findall(r"^\| (`.*?) \|", section, re.M) for key in re.findall(r"`(\w+)`", line)]
+    assert sorted(keys) == sorted(one), "docs/reports.md explains every key"
 
 
 def test_samples_that_cannot_be_used_are_listed_with_their_reason_once_an_epoch(train, tmp_path):
