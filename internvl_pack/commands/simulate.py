@@ -208,8 +208,7 @@ def _suggest(
             f"{r['token_fill']:>12.1%} {r['tile_fill']:>11.1%} {r['steps']:>7,} {r['steps_over_bound']:>11.4f} "
             f"{r['rank_efficiency']:>11.3f} {trial.worth:>7.1%}{mark}"
         )
-    print(
-        f"\nUse --max_packed_tokens {chosen.max_tokens} --num_images_expected {chosen.max_tiles} "
-        f"for {args.cost_model}:\n{found.reason}."
-    )
+    budgets = f"--max_packed_tokens {chosen.max_tokens} --num_images_expected {chosen.max_tiles}"
+    said = f"No recommendation, though {budgets} wastes least here" if found.of_few_steps else f"Use {budgets}"
+    print(f"\n{said} for {args.cost_model}:\n{found.reason}.")
     return 0

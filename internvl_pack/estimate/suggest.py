@@ -56,11 +56,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The trials in the order of the grid, the chosen one, and why."""
+    """The trials in the order of the grid, the chosen one, and why; or why none can be recommended."""
 
     trials: tuple[Trial, ...]
     chosen: Trial
     reason: str
+
+    @property
+    def of_few_steps(self) -> bool:
+        """Whether the data is too small to judge by."""
+        return self.chosen.report["steps"] < FEW_STEPS
 
 
 def suggest(

@@ -518,3 +518,10 @@ def test_case_every_image_bad_names_each_reason(shared_dir):
         "b4": "image_missing",  # `images`, which is not below images/
         "b5": "image_outside_root",
     }
+
+
+def test_a_cut_record_is_told_in_plain_words(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"id": "a", "conversations": []}\n{"id": "b')
+    with pytest.raises(SampleError, match=r"Unterminated string starting at character 7 \(a half-written record\?\)"):
+        JsonlSource("a", str(path)).read(1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import pytest
 import torch.distributed as dist
 
 from internvl_pack.errors import UserError
-from train.environment import check_precision, prepare_environment, telling_of_ports
+from train.environment import check_precision, prepare_environment, silent, telling_of_ports
 
 
 def test_a_port_in_use_is_one_line():
@@ -42,3 +43,13 @@ def test_accelerate_launch_has_the_precision_of_the_run(monkeypatch):
     check_precision("bf16")
     with pytest.raises(UserError, match="mixed_precision bf16: give --bf16 True"):
         check_precision("no")
+
+
+def test_silent_loggers_speak_again(caplog):
+    log = logging.getLogger("internvl_pack.model.build")
+    with caplog.at_level(logging.INFO, "internvl_pack"):
+        with silent("internvl_pack.model"):
+            log.info("kernel")
+            log.warning("odd")
+        log.info("kernel again")
+    assert caplog.messages == ["odd", "kernel again"]
