@@ -150,7 +150,7 @@ class SkippedSteps(TrainerCallback):
         if args.fp16 or not trainer.accelerator.optimizer_step_was_skipped:  # float16 finds its scale by such steps
             return
         everyones = trainer.ranks.gather_from_leaders(trainer.step_sample_ids)
-        ids = ", ".join(name for names in everyones for name in names)
+        ids = ", ".join(dict.fromkeys(name for names in everyones for name in names))  # a pair is two segments
         logger.warning("step %d is skipped: the gradient is not finite; its samples: %s", state.global_step, ids)
 
 

@@ -5,6 +5,7 @@ Names are those of InternVL's scripts and of TRL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -72,19 +73,24 @@ def preference_loss(objective: str | None, args: PreferenceArguments) -> Prefere
     """The loss of these options; None for sft.
 
     Raises:
-        UserError: an unknown loss, or none that has a weight.
+        UserError: an unknown loss, one twice, none that has a weight, or a number that is not finite.
     """
     if objective not in DEFAULTS:
         return None
     given: Mapping[str, Any] = {name: getattr(args, name) for name in DEFAULTS[objective]}
     chosen = DEFAULTS[objective] | {name: value for name, value in given.items() if value is not None}
-    weights = {}
-    for name in str(chosen["loss_type"]).split(","):
-        if name.strip() not in LOSS_TYPES:
-            raise UserError(
-                f"--loss_type {name.strip()!r} is unknown: use {', '.join(LOSS_TYPES)}, with commas between"
-            )
-        weights[name.strip()] = chosen["bco_pair_loss_weight" if name.strip() == "bco_pair" else "sigmoid_loss_weight"]
+    weights: dict[str, float] = {}
+    for name in map(str.strip, str(chosen["loss_type"]).split(",")):
+        if name not in LOSS_TYPES:
+            raise UserError(f"--loss_type {name!r} is unknown: use {', '.join(LOSS_TYPES)}, with commas between")
+        if name in weights:
+            raise UserError(f"--loss_type {chosen['loss_type']}: {name} is there twice")
+        weights[name] = chosen["bco_pair_loss_weight" if name == "bco_pair" else "sigmoid_loss_weight"]
     if not args.beta > 0:
         raise UserError(f"--beta {args.beta}: give more than 0")
+    for name in ("beta", "sigmoid_loss_weight", "bco_pair_loss_weight", "rpo_alpha"):
+        if chosen.get(name, args.beta) == math.inf:
+            raise UserError(f"--{name} inf: give a finite number")
+    if not any((*weights.values(), chosen["rpo_alpha"])):
+        raise UserError(f"all losses of --loss_type {chosen['loss_type']} have weight 0: nothing is trained")
     return PreferenceLoss(weights, args.beta, args.label_smoothing, chosen["rpo_alpha"])
