@@ -1,6 +1,7 @@
 """Stored log-probabilities of all answers, by the model that a run begins with: a table in a folder.
 
     reference.json        of which model, how samples are encoded, and in which numbers
+    finished              where the command that writes it has gone through all data
     part-00000.bin        a file a rank; an answer's 16 bytes of key and its sum of log-probabilities, float64
 
 The key is that of `packed_collate_fn`: token ids, what is trained, and pixels. `internvl-pack reference` writes it
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 RECORD = np.dtype([("key", "V16"), ("logprob", "<f8")])
 MARKS = "reference.json"
+FINISHED = "finished"
 BLOCKS, BLOCK = 64, 1 << 16  # of a file of weights that tell it from another
 
 
@@ -38,12 +40,17 @@ class Table:
         marks: of this run, see `marks_of`.
 
     Raises:
-        UserError: no such folder, or one of another model or of other options.
+        UserError: no such folder, one of another model or of other options, or one that is not finished.
     """
 
     def __init__(self, folder: str | Path, marks: dict[str, Any]) -> None:
         self.folder = Path(folder)
         check_marks(self.folder, marks)
+        if not (self.folder / FINISHED).exists():
+            raise UserError(
+                f"--reference_path {folder}: it is not finished: run internvl-pack reference again, it goes on where it "
+                "was stopped"
+            )
         self._known = {record["key"].tobytes(): float(record["logprob"]) for record in read_parts(self.folder)}
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ from .data import once_each
 from .environment import USER_ERROR, prepare_environment, report_error, set_up_logging, shut_down
 from .finetune import begin, compute_dtype
 from .options import parse
-from .reference import MARKS, RECORD, check_marks, marks_of, read_parts
+from .reference import FINISHED, MARKS, RECORD, check_marks, marks_of, read_parts
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def write(model_args: Any, data_args: Any, args: Any) -> None:
             logger.warning("%s is left out: %s: %s", event["id"], event["reason"], event["detail"])
         logger.info("%s answers written, %s in all", f"{written:,}", f"{len(known):,}")
     begun.ranks.barrier()
+    if rank == 0:
+        (folder / FINISHED).touch()
 
 
 def prepare_folder(folder: Path, marks: dict[str, Any], rank: int) -> None:
@@ -88,6 +90,8 @@ def prepare_folder(folder: Path, marks: dict[str, Any], rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MARKS).exists():
         check_marks(folder, marks)
+        if rank == 0:
+            (folder / FINISHED).unlink(missing_ok=True)  # there may be more data now
         return
     beside = folder / f"{MARKS}.{rank}"
     beside.write_text(json.dumps(marks, indent=2), encoding="utf-8")

@@ -9,6 +9,7 @@ import pytest
 from helpers.pairs import write_pairs
 from helpers.ranks import run as start
 
+from internvl_pack.errors import UserError
 from train.reference import RECORD, read_parts
 from train.write_reference import main
 
@@ -88,6 +89,18 @@ def test_a_table_of_another_run_is_refused(words, train, made, pairs, tmp_path, 
     more = write_pairs(tmp_path / "more", COUNT + 1)
     assert train("--meta_path", str(more), *common[2:], str(tmp_path / "table"), out=tmp_path / "out") == 2
     assert "an answer of this run is not in it" in capfd.readouterr().err
+
+
+def test_a_table_that_is_not_finished_is_refused(words, tmp_path, train, pairs, capfd, monkeypatch):
+    def stopped(*_):
+        raise UserError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.write_reference.write_rows", stopped)
+        assert write(words) == 2
+    common = ("--meta_path", str(pairs), *ROWS, "--reference_path", str(tmp_path / "table"))
+    assert train(*common, out=tmp_path / "out") == 2
+    assert "it is not finished: run internvl-pack reference again" in capfd.readouterr().err
 
 
 def test_what_a_reference_does_not_need_is_refused(words, capfd):
