@@ -44,7 +44,8 @@ def tree_batch(trees: Sequence[Tree], *, pad_token_id: int = 0) -> dict[str, Any
     All tokens of answers are labelled.
 
     Raises:
-        ValueError: no trees, a prompt of fewer than two tokens, a tree without answers or with an empty one.
+        ValueError: no trees, a prompt of fewer than two tokens, a tree without answers or with an empty one, ids or
+            tiles of another shape or kind.
     """
     segments = [_segment(number, tree) for number, tree in enumerate(trees)]
     return packed_collate_fn([PackRow(segments)] if segments else [], pad_token_id=pad_token_id)
@@ -83,6 +84,8 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
 def _segment(number: int, tree: Tree) -> Segment:
     prompt = np.asarray(tree.prompt, dtype=np.int32)
     answers = [np.asarray(answer, dtype=np.int32) for answer in tree.answers]
+    if any(ids.ndim != 1 for ids in (prompt, *answers)):
+        raise ValueError(f"tree {number}: token ids of a prompt and of each answer are (n,)")
     if len(prompt) < 2:
         raise ValueError(f"tree {number}: a prompt of {len(prompt)} tokens, it needs two")
     if not answers or not all(len(answer) for answer in answers):
@@ -93,6 +96,8 @@ def _segment(number: int, tree: Tree) -> Segment:
         ids += [prompt[-1:], answer]
         labels += [untrained[-1:], answer]
     tiles = np.zeros((0, 3, 1, 1), dtype=np.uint8) if tree.tiles is None else np.asarray(tree.tiles)
+    if tiles.dtype != np.uint8 or tiles.ndim != 4:
+        raise ValueError(f"tree {number}: tiles of {tiles.dtype} {tiles.shape}, they are uint8 (T, 3, S, S)")
     branches = tuple(Branch(1 + len(answer), len(answer)) for answer in answers)
     return Segment(
         str(number), (0, 1), np.concatenate(ids), np.concatenate(labels), tiles,

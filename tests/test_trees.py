@@ -51,6 +51,9 @@ def test_what_is_no_tree_is_refused(tokenizer):
         (Tree(prompt=[1], answers=[[2]]), "a prompt of 1 tokens"),
         (Tree(prompt=[1, 2], answers=[]), "tree 0: no answers"),
         (Tree(prompt=[1, 2], answers=[[3], []]), "tree 0: an empty answer"),
+        (Tree(prompt=[[1, 2]], answers=[[3]]), "tree 0: token ids of a prompt and of each answer are"),
+        (Tree(prompt=[1, 2], answers=[3]), "tree 0: token ids of a prompt and of each answer are"),
+        (Tree(prompt=[1, 2], answers=[[3]], tiles=torch.zeros(1, 3, 56, 56)), "tree 0: tiles of float32"),
     ):
         with pytest.raises(ValueError, match=message):
             logprobs(packed, [tree])

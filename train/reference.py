@@ -105,8 +105,8 @@ def check_marks(folder: Path, marks: dict[str, Any]) -> None:
         UserError: there is no table, or it is of another model or of other options.
     """
     try:
-        found = json.loads((folder / MARKS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = dict(json.loads((folder / MARKS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise UserError(f"--reference_path {folder}: no table there: internvl-pack reference writes it") from None
     for name in {**found, **marks}:
         if found.get(name) != marks.get(name):

@@ -10,7 +10,7 @@ from helpers.pairs import write_pairs
 from helpers.ranks import run as start
 
 from internvl_pack.errors import UserError
-from train.reference import RECORD, read_parts
+from train.reference import MARKS, RECORD, check_marks, read_parts
 from train.write_reference import main
 
 pytestmark = pytest.mark.slow
@@ -101,6 +101,13 @@ def test_a_table_that_is_not_finished_is_refused(words, tmp_path, train, pairs, 
     common = ("--meta_path", str(pairs), *ROWS, "--reference_path", str(tmp_path / "table"))
     assert train(*common, out=tmp_path / "out") == 2
     assert "it is not finished: run internvl-pack reference again" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[1", "[1]", "3"])
+def test_marks_that_are_none_are_no_table(tmp_path, content):
+    (tmp_path / MARKS).write_text(content)
+    with pytest.raises(UserError, match="no table there"):
+        check_marks(tmp_path, {})
 
 
 def test_what_a_reference_does_not_need_is_refused(words, capfd):
