@@ -48,8 +48,8 @@ class Table:
         check_marks(self.folder, marks)
         if not (self.folder / FINISHED).exists():
             raise UserError(
-                f"--reference_path {folder}: it is not finished: run internvl-pack reference again, it goes on where it "
-                "was stopped"
+                f"--reference_path {folder}: it is not finished: run internvl-pack reference again, it goes on where "
+                "it was stopped"
             )
         self._known = {record["key"].tobytes(): float(record["logprob"]) for record in read_parts(self.folder)}
 
