@@ -46,10 +46,10 @@ def faulty_read(monkeypatch, fault, row: int = BAD) -> None:
 def faulty_encode(monkeypatch, fault) -> None:
     whole = encode_sample.turns_of
 
-    def turns_of(data, roles):
+    def turns_of(data, roles, **options):
         if data["id"] == f"s{BAD}":
             raise fault
-        return whole(data, roles)
+        return whole(data, roles, **options)
 
     monkeypatch.setattr(encode_sample, "turns_of", turns_of)
 
@@ -139,7 +139,7 @@ def test_what_concerns_all_samples_is_passed_on(fault, meta, tokenizer, monkeypa
 def test_a_fault_in_every_sample_stops_the_run_with_the_first(tmp_path, tokenizer, monkeypatch):
     dataset = dataset_of(write_jsonl(tmp_path, 100), tokenizer)
 
-    def turns_of(data, roles):
+    def turns_of(data, roles, **options):
         raise ZeroDivisionError("a template's bug")
 
     monkeypatch.setattr(encode_sample, "turns_of", turns_of)
