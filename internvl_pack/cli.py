@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             args, rest = parser.parse_known_args(argv)
             if rest:
-                raise UserError(unknown_option(rest[0], vars(args), f"internvl-pack {chosen}"))
+                known = [option.lstrip("-") for option in commands.choices[str(chosen)]._option_string_actions]
+                raise UserError(unknown_option(rest[0], known, f"internvl-pack {chosen}"))
             assert module is not None, "argparse accepts known commands only"
             code = module.run(args)
         sys.stdout.flush()  # a closed pipe shows here, not after the interpreter has gone
