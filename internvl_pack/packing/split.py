@@ -26,6 +26,7 @@ from ..records import Fragment, Record, Span, whole
 from .budget import Budget
 
 OVERSIZE = ("split", "truncate", "drop", "error")
+SMALLER = "max_dynamic_patch; with native resolution max_pixels, of a video video_max_pixels"
 EXACT_FRAGMENTS = 256  # a sample of 2 million tokens at a budget of 8,192
 
 
@@ -97,8 +98,10 @@ def split(
 def _cure(layout: _Layout, room: int, max_tiles: int) -> str:
     """What to change so that the largest image fits."""
     if layout.largest_image_tiles > max_tiles:
-        return f"raise num_images_expected to {layout.largest_image_tiles}, or make images smaller (max_dynamic_patch)"
-    return f"raise max_packed_tokens above {max(room, layout.largest_image_tokens)}"
+        cure = f"raise num_images_expected to {layout.largest_image_tiles}"
+    else:
+        cure = f"raise max_packed_tokens above {max(room, layout.largest_image_tokens)}"
+    return f"{cure}, or make images smaller ({SMALLER})"
 
 
 def _fragments(
