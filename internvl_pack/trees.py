@@ -20,6 +20,7 @@ from torch import Tensor
 from .batch.collate import packed_collate_fn, to_device
 from .batch.loss_weights import IGNORE_INDEX
 from .batch.row import PackRow, Segment
+from .options import count
 from .records import Branch
 
 
@@ -31,24 +32,34 @@ class Tree:
         prompt: token ids, at least two, with a token of its own for each feature of an image, as the model reads them.
         answers: token ids of each answer, whose end-of-turn token is part of it; none is empty.
         tiles: uint8 (T, 3, S, S), of the prompt's images in their order; None without images.
+        image_grids: of a model of native resolution, (rows, columns) of tiles of each of these images.
     """
 
     prompt: Sequence[int]
     answers: Sequence[Sequence[int]]
     tiles: Tensor | np.ndarray | None = None
+    image_grids: Sequence[tuple[int, int]] = ()
 
 
-def tree_batch(trees: Sequence[Tree], *, pad_token_id: int = 0) -> dict[str, Any]:
+def tree_batch(
+    trees: Sequence[Tree], *, pad_token_id: int = 0, picture_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """One row of the trees, one after the other, as `packed_collate_fn` gives it: what `PackedModel` takes.
 
     All tokens of answers are labelled.
 
+    Args:
+        picture_token_ids: of a model of native resolution, its `picture_token_ids`: positions are made by them.
+
     Raises:
         ValueError: no trees, a prompt of fewer than two tokens, a tree without answers or with an empty one, ids or
-            tiles of another shape or kind.
+            tiles of another shape or kind, grids that are not of the tiles or not of the prompt's picture tokens.
     """
-    segments = [_segment(number, tree) for number, tree in enumerate(trees)]
-    return packed_collate_fn([PackRow(segments)] if segments else [], pad_token_id=pad_token_id)
+    segments = [_segment(number, tree, bool(picture_token_ids)) for number, tree in enumerate(trees)]
+    native: dict[str, Any] = {}
+    if picture_token_ids:
+        native = {"image_token_id": tuple(picture_token_ids), "grid_positions": True}
+    return packed_collate_fn([PackRow(segments)] if segments else [], pad_token_id=pad_token_id, **native)
 
 
 def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tensor]:
@@ -67,7 +78,7 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     """
     if getattr(model, "sequence_group", None) is not None:
         raise ValueError("log-probabilities of branches are of whole rows: the model shares them over a sequence group")
-    batch: Mapping[str, Any] = trees if isinstance(trees, Mapping) else tree_batch(trees)
+    batch = trees if isinstance(trees, Mapping) else tree_batch(trees, picture_token_ids=_grid_tokens(model))
     if "cu_seqlens" not in batch:
         raise ValueError("the batch is padded: log-probabilities of branches are of packed rows (cu_seqlens)")
     device = next(model.parameters()).device
@@ -81,7 +92,14 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     return [part for part, wanted in zip(parts, is_branch, strict=True) if wanted]
 
 
-def _segment(number: int, tree: Tree) -> Segment:
+def _grid_tokens(model: Any) -> tuple[int, ...]:
+    """Of a model of native resolution, wrapped or not, the tokens of its pictures; else none."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model.picture_token_ids if model.grid_positions else ()
+
+
+def _segment(number: int, tree: Tree, native: bool) -> Segment:
     prompt = np.asarray(tree.prompt, dtype=np.int32)
     answers = [np.asarray(answer, dtype=np.int32) for answer in tree.answers]
     if any(ids.ndim != 1 for ids in (prompt, *answers)):
@@ -98,8 +116,15 @@ def _segment(number: int, tree: Tree) -> Segment:
     tiles = np.zeros((0, 3, 1, 1), dtype=np.uint8) if tree.tiles is None else np.asarray(tree.tiles)
     if tiles.dtype != np.uint8 or tiles.ndim != 4:
         raise ValueError(f"tree {number}: tiles of {tiles.dtype} {tiles.shape}, they are uint8 (T, 3, S, S)")
+    counts: tuple[int, ...] = (len(tiles),) if len(tiles) else ()
+    if native:
+        counts = tuple(rows * columns for rows, columns in tree.image_grids)
+        if sum(counts) != len(tiles):
+            raise ValueError(f"tree {number}: {count(len(tiles), 'tiles')} for image_grids {list(tree.image_grids)}")
+    elif tree.image_grids:
+        raise ValueError(f"tree {number}: image_grids are of a model of native resolution: give its picture_token_ids")
     branches = tuple(Branch(1 + len(answer), len(answer)) for answer in answers)
     return Segment(
         str(number), (0, 1), np.concatenate(ids), np.concatenate(labels), tiles,
-        (len(tiles),) if len(tiles) else (), sum(map(len, answers)), branches,
+        counts, sum(map(len, answers)), branches, image_grids=tuple(tree.image_grids) if native else (),
     )  # fmt: skip

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from helpers import native_samples as native
 from helpers.model_samples import LOSS_TOLERANCE, SIZE, assert_same_gradients, gradients, plain_twin, tiny_packed
 
+from internvl_pack.batch.row import Segment
+from internvl_pack.model import parity
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.trees import Tree, logprobs, tree_batch
 
@@ -43,6 +47,34 @@ def test_a_batch_gives_the_same_as_its_trees(tokenizer, rollouts):
     with torch.no_grad():
         found, again = logprobs(packed, rollouts), logprobs(packed, tree_batch(rollouts))
     assert all(map(torch.equal, found, again)) and not found[0].requires_grad
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_so_they_are_with_pictures_of_native_resolution(family):
+    tokenizer = native.native_tokenizer(family)
+    packed = native.tiny_packed(tokenizer, family)
+    plan = [("text", 4), ("image", (2, 3)), ("text", 2), ("image", (3, 1)), ("text", 3)]
+    prompt = native.segment(tokenizer, family, plan)
+    answers = [[7, 8, 9], [4], [3, 1, 4, 1]]
+    with_images = Tree(
+        prompt=prompt.input_ids.tolist(), answers=answers, tiles=prompt.tiles, image_grids=prompt.image_grids
+    )
+    assert tree_batch([with_images], picture_token_ids=packed.picture_token_ids)["position_ids"].ndim == 3
+    with torch.no_grad():
+        found = logprobs(packed, [Tree(prompt=[5, 6], answers=[[7, 2]]), with_images])
+        plain, process = parity.own_model(packed), native.processor(family, tokenizer)
+        for answer, got in zip(answers, found[1:], strict=True):
+            ids = np.append(prompt.input_ids, answer).astype(np.int32)
+            alone = Segment(
+                "", (0, 1), ids, ids, prompt.tiles, prompt.tiles_per_image, 1, image_grids=prompt.image_grids
+            )
+            logits = plain(**parity.own_inputs(plain, alone, process), use_cache=False).logits[0, -len(answer) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+            torch.testing.assert_close(got, expected, rtol=LOSS_TOLERANCE, atol=1e-6)
+    with pytest.raises(ValueError, match=r"tree 0: 9 tiles for image_grids \[\]"):
+        logprobs(packed, [Tree(prompt=with_images.prompt, answers=answers, tiles=prompt.tiles)])
+    with pytest.raises(ValueError, match="tree 0: image_grids are of a model of native resolution"):
+        tree_batch([with_images])
 
 
 def test_what_is_no_tree_is_refused(tokenizer):

@@ -179,14 +179,19 @@ class PackedModel(ModelHolder):
         return self.tower.tokens_per_tile
 
     @property
-    def _picture_ids(self) -> tuple[int, ...]:
+    def grid_positions(self) -> bool:
+        """Whether it is a model of native resolution: positions are made from the grids of images."""
+        return self.tower is not None and self.tower.grid_positions
+
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
         """Of the tokens that features replace: of images, with native resolution of videos, too."""
-        native = self.tower is not None and self.tower.grid_positions
-        return (self.config.image_token_id, self.config.video_token_id) if native else (self.config.image_token_id,)
+        image = self.config.image_token_id
+        return (image, self.config.video_token_id) if self.grid_positions else (image,)
 
     def is_picture(self, ids: Tensor) -> Tensor:
         """Which tokens are those that features replace: bool like `ids`."""
-        first, *others = self._picture_ids
+        first, *others = self.picture_token_ids
         found = ids == first
         for token_id in others:
             found = found | (ids == token_id)
@@ -194,7 +199,8 @@ class PackedModel(ModelHolder):
 
     def as_text(self, ids: Tensor) -> Tensor:
         """`ids` with another token of the vocabulary in the place of those that features replace."""
-        other = next(token_id for token_id in range(len(self._picture_ids) + 1) if token_id not in self._picture_ids)
+        pictures = self.picture_token_ids
+        other = next(token_id for token_id in range(len(pictures) + 1) if token_id not in pictures)
         return torch.where(self.is_picture(ids), other, ids)
 
     # --- forward -----------------------------------------------------------------------------------
@@ -311,7 +317,7 @@ class PackedModel(ModelHolder):
         self.routing = RoutingSums(self.language_model)
 
     def _check_positions(self, input_ids: Tensor, position_ids: Tensor | None) -> None:
-        axes = (3,) if self.tower is not None and self.tower.grid_positions else ()
+        axes = (3,) if self.grid_positions else ()
         if position_ids is not None and position_ids.shape != (*axes, *input_ids.shape):
             rule = " with three axes before: collate with grid_positions=True" if axes else ""
             raise ValueError(
@@ -430,7 +436,7 @@ class PackedModel(ModelHolder):
         positions = true_positions(is_image, None if on_host else num_image_tokens)
         if len(positions) != num_tiles * self.tokens_per_tile:
             raise ValueError(
-                f"{len(positions)} image tokens (id {self._picture_ids[0]}) for {num_tiles} tiles of "
+                f"{len(positions)} image tokens (id {self.picture_token_ids[0]}) for {num_tiles} tiles of "
                 f"{self.tokens_per_tile} tokens: --force_image_size, --down_sample_ratio and the tokenizer must be the "
                 "model's; in Python, make the dataset's EncodeConfig by encode_config_of(checkpoint)"
             )
