@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SampleError
-from ..sources.normalise import normalised
+from ..sources.normalise import ANSWERS, normalised
 from .fields import TRAINING_FLAGS, is_answer, is_filled, is_preference
 
 OBJECTIVES = ("sft", "dpo", "mpo")
@@ -22,7 +22,6 @@ MAX_ANSWERS = 4096
 
 # What a record may hold instead of a conversation.
 PROMPTS = ("prompt", "question")
-ANSWER_FIELDS = ("chosen", "rejected", "rejected_response", "answers")
 
 _LARGEST = sys.float_info.max
 _ASSISTANT = ("gpt", "assistant")
@@ -179,7 +178,7 @@ def _answer(data: Mapping[str, Any], prompt: Sequence[dict], completion: Sequenc
     if not prompt or not completion:
         raise _bad("the answers begin with no common prompt, or one of them is empty")
     asked = [_untrained(turn) if _role(turn) in _ASSISTANT else turn for turn in prompt]
-    rest = {name: value for name, value in data.items() if name not in (*PROMPTS, *ANSWER_FIELDS)}
+    rest = {name: value for name, value in data.items() if name not in (*PROMPTS, *ANSWERS)}
     return Answer(normalised(rest | {"conversations": [*asked, *completion]}))
 
 

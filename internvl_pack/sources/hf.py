@@ -31,7 +31,7 @@ from .base import RawSample, Source, own_id
 from .content import new_hash
 from .image_refs import MAX_IMAGE_BYTES, DataRef, FileRef, FolderResolver, ImageRef
 from .names import is_data_uri, meant
-from .normalise import IMAGES, TURNS, as_list, normalised
+from .normalise import ANSWERS, IMAGES, TURNS, as_list, normalised
 from .tables import is_saved, is_table, no_table
 
 _FINGERPRINT_ROWS = 16
@@ -130,7 +130,8 @@ class DatasetSource(Source):
 
     def _turns_as_json(self, row: int) -> bytes:
         try:
-            turns = self._record(row).get("conversations")
+            record = self._record(row)
+            turns = record.get("conversations", [record.get(name) for name in ANSWERS])
         except Exception as error:  # a bad row, which is quarantined when it is read; here it must only be the same
             turns = type(error).__name__
         return json.dumps(turns, sort_keys=True, default=lambda value: type(value).__name__).encode()
@@ -225,7 +226,7 @@ class _RowImage:
 
 
 def _check_columns(name: str, dataset: Any, conversations: str | None, image: str | None) -> None:
-    """Check that a table has the columns that are named, and one with turns.
+    """Check that a table has the columns that are named, and one with turns or answers.
 
     Raises:
         UserError: it has not.
@@ -236,7 +237,7 @@ def _check_columns(name: str, dataset: Any, conversations: str | None, image: st
     for option, chosen in (("conversations", conversations), ("image", image)):
         if chosen is not None and chosen not in columns:
             raise UserError(f"dataset {name!r}: option {option!r}: no column {chosen!r}{meant(chosen, columns)}")
-    if conversations is None and not any(key in columns for key in TURNS):
+    if conversations is None and not any(key in columns for key in (*TURNS, *ANSWERS)):
         near = [column for column in columns if "did you mean" in meant(column, TURNS, cutoff=0.75)]
         raise UserError(
             f"dataset {name!r}: no column {' or '.join(map(repr, TURNS))} (there are {', '.join(columns)}): name that "

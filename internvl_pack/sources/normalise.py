@@ -18,6 +18,7 @@ from ..errors import SampleError
 from .parse import parse_record
 
 TURNS = ("conversations", "messages")
+ANSWERS = ("chosen", "rejected", "rejected_response", "answers")  # several to one prompt, see encode/trees.py
 IMAGES = ("image", "images")
 IN_PARTS = "images_in_parts"
 _TEXTS = ("content", "value")

@@ -298,3 +298,20 @@ def test_a_table_without_the_library_says_what_reads_it(monkeypatch, tmp_path):
     (spec,) = load_meta(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"'a': Parquet, .* need the datasets library: pip install '.*\[datasets\]'"):
         open_source(spec)
+
+
+def test_a_table_of_pairs_has_no_column_of_turns():
+    datasets = pytest.importorskip("datasets")
+
+    def source(rejected: str) -> DatasetSource:
+        row = {
+            "question": "What is it?",
+            "chosen": "A crane.",
+            "rejected": rejected,
+            "image": {"bytes": png(picture(1))},
+        }
+        return DatasetSource("pairs", datasets.Dataset.from_list([row] * 3))
+
+    data = source("A dog.").read(1).data
+    assert (data["chosen"], data["rejected"], data["image"]) == ("A crane.", "A dog.", ["#0"])
+    assert source("A dog.").fingerprint == source("A dog.").fingerprint != source("A cat.").fingerprint
