@@ -224,6 +224,9 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     data_args = replace(data_args, conv_style=style)
     data = make_data(model_args, data_args, args, packing, ranks)
     data.train.samples.check_objective()
+    if data.held_out is not None:
+        with naming("--eval_meta_path: "):
+            data.held_out.samples.check_objective()
     set_seed(args.seed)
     if model_args.compile:
         keep_compiled(str(args.output_dir))

@@ -172,6 +172,13 @@ def test_lora_is_held_against_the_model_without_it(run, capfd):
     assert alone[0][0]["rewards/margins"] == 0 < alone[0][1]["rewards/margins"] < alone[0][2]["rewards/margins"]
 
 
+def test_held_out_data_of_another_objective_is_refused_before_the_model(train, made, pairs, capfd, tmp_path):
+    options = ("--meta_path", str(pairs), *COMMON, "--objective", "dpo", "--do_eval", "True")
+    assert train(*options, "--eval_meta_path", str(made / "meta.json"), out=tmp_path) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "--eval_meta_path: dataset" in last and "no_preference_data" in last
+
+
 def test_options_of_pairs_are_refused_without_them(train, capfd, tmp_path):
     for options, message in (
         (("--beta", "0.2"), "--beta 0.2 is of pairs of answers: give --objective dpo or mpo, or leave it out"),
