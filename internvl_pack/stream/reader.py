@@ -139,7 +139,7 @@ class SampleSegments:
         if (fragment.token_stop, fragment.tile_stop) == size:
             return encoded
         cut = self._config.cut(record, position)
-        if cut != [fragment]:
+        if [part._replace(num_tile_pairs=fragment.num_tile_pairs) for part in cut] != [fragment]:  # the survey's own
             raise SampleError(
                 "changed_since_survey",
                 f"it has {size[0]:,} tokens and {size[1]:,} tiles now, and was surveyed as another sample, of which "

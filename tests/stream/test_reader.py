@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import factory
+from helpers import native_samples as native
 from helpers.factory import TINY, write_jsonl, write_meta, write_shards
 from helpers.presets import fingerprint, resume, saved, steps_of
+from PIL import Image
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
+from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.plan.write_preset import plan_preset
 from internvl_pack.samples import Samples
@@ -313,3 +316,17 @@ def test_a_truncated_sample_weighs_as_a_whole_one(long_sample, tokenizer):
     assert float(batch["loss_weight"].sum()) == pytest.approx(1.0, rel=1e-5)
     loader.ledger.check()
     assert loader.ledger.counts["tokens_cut_off"] > 1000
+
+
+def test_so_does_one_with_a_picture_of_native_resolution(tmp_path):
+    """Of which the survey knows what its pictures cost, and the encoder does not."""
+    Image.new("RGB", (96, 64)).save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "one two three " * 40}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": "a.png", "conversations": turns}) + "\n")
+    (tmp_path / "meta.json").write_text(json.dumps({"a": {"root": "", "annotation": "a.jsonl"}}))
+    encode = encode_config({"min_pixels": 1024}, native.checkpoint("qwen3_vl"))
+    config = PackingConfig(max_packed_tokens=250, num_images_expected=60, oversize="truncate")
+    tokenizer = native.native_tokenizer()
+    dataset = PackedDataset.from_meta(str(tmp_path / "meta.json"), tokenizer, config, encode=encode)
+    (batch,) = list(build_loader(dataset))
+    assert (batch["num_tokens"], batch["image_grids"]) == (250, [(2, 3)])
