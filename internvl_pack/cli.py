@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             args, rest = parser.parse_known_args(argv)
             if rest:
+                if not rest[0].startswith("-"):
+                    raise UserError(f"{rest[0]!r} is one word too many: internvl-pack {chosen} --help lists them all")
                 known = [option.lstrip("-") for option in commands.choices[str(chosen)]._option_string_actions]
                 raise UserError(unknown_option(rest[0], known, f"internvl-pack {chosen}"))
             assert module is not None, "argparse accepts known commands only"

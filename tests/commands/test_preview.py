@@ -308,6 +308,7 @@ def test_rows_of_a_preset_are_shown(tmp_path, tokenizer, tokenizer_dir):
         (["--max_seq_length", "5"], "max_seq_length 5 is smaller than one tile"),
         (["--pack", "3"], "unknown option '--pack': did you mean --packs?"),
         (["--meta", "x.json"], "unknown option '--meta': internvl-pack preview --help lists"),  # it has no dashes
+        (["more.json"], "'more.json' is one word too many: internvl-pack preview --help lists them all"),
         (["--no_such_thing"], "internvl-pack preview --help lists them all"),
         (["--packs", "many"], "argument --packs: invalid int value: 'many'"),
     ],
