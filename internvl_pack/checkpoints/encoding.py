@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import PackingConfig
 from ..encode.config import EncodeConfig
-from ..encode.families import find_family
+from ..encode.families import family_of
 from ..encode.tiles import TileOptions, tokens_per_tile
 from ..errors import UserError
 from ..options import make, options_of
@@ -59,10 +59,10 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
         UserError: an option is not allowed, or a tile does not divide into whole tokens.
     """
     checkpoint = served_by(checkpoint, options.get("family_check"))
-    of_family = getattr(find_family(checkpoint.get("model_type")), "encoding", None)
-    if of_family is not None:
+    decided = family_of(checkpoint.get("model_type")).encoding(options, checkpoint)
+    if decided is not None:
         known = options.get("family_check") is None  # what is tried is pictures alone
-        return make(EncodeConfig, options, takes_videos=known, **of_family(EncodeConfig, options, checkpoint))
+        return make(EncodeConfig, options, takes_videos=known, **decided)
     bounds = ("min_pixels", "max_pixels", "video_max_pixels")
     if given := next((name for name in bounds if options.get(name) is not None), None):
         raise UserError(
@@ -89,7 +89,7 @@ def served_by(checkpoint: Mapping[str, Any], family: str | None) -> Mapping[str,
 
 def default_tiles(checkpoint: Mapping[str, Any], max_packed_tokens: int) -> int:
     """`num_images_expected` where it is not given: a row of a model of native resolution may be all image tokens."""
-    native = getattr(find_family(checkpoint.get("model_type")), "grid_positions", False)
+    native = family_of(checkpoint.get("model_type")).grid_positions
     return max_packed_tokens if native else PackingConfig.num_images_expected
 
 

@@ -88,10 +88,10 @@ def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
     Raises:
         UserError: the checkpoint's is not known here.
     """
-    from ..encode.families import find_family
+    from ..encode.families import family_of
     from ..encode.formats import known_templates
 
-    default = getattr(find_family(config.get("model_type")), "CONV_STYLE", "internvl2_5")
+    default = family_of(config.get("model_type")).CONV_STYLE
     template = internvl_format.template_of(config)
     if template is None:
         return given or default

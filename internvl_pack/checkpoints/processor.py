@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..encode.config import EncodeConfig
-from ..encode.families import find_family
+from ..encode.families import family_of
 from ..encode.formats import make_template
 from .internvl_format import is_internvl_format
 from .internvl_format_files import config_of
@@ -61,9 +61,9 @@ def save_processor(folder: str | Path, base: str | None, tokenizer: Any, encode:
     for path in files:
         if not (target := folder / path.name).exists() or not target.samefile(path):
             shutil.copyfile(path, target)
-    of_family = getattr(find_family(encode.family), "processor_files", None)
+    of_family = family_of(encode.family).processor_files(encode)
     if of_family is not None:
-        for name, content in of_family(encode).items():
+        for name, content in of_family.items():
             path = folder / name
             copied = any(file.name == name for file in files)
             kept = json.loads(path.read_text(encoding="utf-8")) if copied else {}

@@ -134,13 +134,13 @@ def _tiles(args: argparse.Namespace) -> int:
 
 def _native_folder(args: argparse.Namespace) -> str | None:
     """The checkpoint of `--tokenizer` where it is a local one of native resolution."""
-    from ..encode.families import find_family
+    from ..encode.families import family_of
 
     folder = getattr(args, "tokenizer", None)
     if not folder or not Path(folder, "config.json").is_file():
         return None
     kind = getattr(args, "family_check", None) or model_config(folder).get("model_type")
-    return folder if getattr(find_family(kind), "grid_positions", False) else None
+    return folder if family_of(kind).grid_positions else None
 
 
 def survey_root(args: argparse.Namespace) -> Path | None:
@@ -215,11 +215,11 @@ def load_tokenizer(path: str, family: str | None = None) -> Any:
     """
     from ..checkpoints import tokenizers
     from ..checkpoints.internvl_format_files import config_of
-    from ..encode.families import find_family
+    from ..encode.families import is_family
 
     with naming("--tokenizer "):
         tokenizer = tokenizers.load_tokenizer(path)
-        whole = family is not None or find_family(config_of(path).get("model_type")) is not None
+        whole = family is not None or is_family(config_of(path).get("model_type"))
     if not whole:
         tokenizers.add_image_tokens(tokenizer)
     return tokenizer

@@ -187,12 +187,12 @@ class Encoder:
     @property
     def picture_token_ids(self) -> tuple[int, ...]:
         """Of all tokens that features replace: those of images, and of videos where these are others."""
-        return getattr(self.family, "picture_token_ids", (self.image_context_id,))
+        return self.family.picture_token_ids
 
     @property
     def grid_positions(self) -> bool:
         """Whether positions are made from the grids of images, see `packed_collate_fn`."""
-        return getattr(self.family, "grid_positions", False)
+        return self.family.grid_positions
 
     def fingerprint(self) -> dict[str, Any]:
         """What lengths and grids depend on, by option, as JSON values: a saved run checks it."""
@@ -297,7 +297,7 @@ class Encoder:
     def _outline(self, raw: RawSample, data: Mapping[str, Any], spec: DatasetSpec) -> Outline:
         """The outline of a record with the fields `data`."""
         refuse_fields(data)
-        turns = turns_of(data, self._roles, breaks_after_images=getattr(self.family, "breaks_after_images", True))
+        turns = turns_of(data, self._roles, breaks_after_images=self.family.breaks_after_images)
         flags = trained_answers(data, turns)
         names = image_names_of(data)
         video = video_of(data)
@@ -351,9 +351,9 @@ class Encoder:
         part = plan_clip(ref, clip, self._rules.max_image_pixels)
         if not self.config.takes_videos:
             raise SampleError("unsupported_field", "a video, and --family_check compares pictures alone")
-        as_one = getattr(self.family, "plan_video", None)
-        if as_one is not None:
-            return (PlannedVideo(ref, part, as_one(upright_size(ref), part.frames, part.rate)),), PLACEHOLDER
+        if self.family.plans_videos:
+            grid = self.family.plan_video(upright_size(ref), part.frames, part.rate)
+            return (PlannedVideo(ref, part, grid),), PLACEHOLDER
         count = number_of_frames(part, raw.sample_id, self.config.min_num_frame, self.config.max_num_frame)
         return tuple(PlannedFrame(ref, part, number, count) for number in range(count)), frame_lines(count)
 

@@ -129,8 +129,10 @@ def _check_grids(config: PreTrainedConfig, family: str, processor: Any, tokenize
         UserError: they differ.
     """
     encode = encode_config({}, served_by(config.to_dict(), family))
-    rules: Any = make_family(encode, tokenizer)
-    bounds = rules.processor_files(encode)["preprocessor_config.json"]["size"]
+    rules = make_family(encode, tokenizer)
+    files = rules.processor_files(encode)
+    assert files is not None, "as of any family of native resolution"
+    bounds = files["preprocessor_config.json"]["size"]
     for width, height in SIZES:
         picture = np.zeros((height, width, 3), dtype=np.uint8)
         try:

@@ -5,7 +5,6 @@ Its other half, in the model, is model/towers/. Both are found by the `model_typ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...errors import UserError
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..config import EncodeConfig
 
-__all__ = ["PictureFamily", "find_family", "internvl", "make_family", "native", "register_family"]
+__all__ = ["PictureFamily", "family_of", "internvl", "is_family", "make_family", "native", "register_family"]
 
 
 def make_family(config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> PictureFamily:
@@ -27,12 +26,17 @@ def make_family(config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> Pic
     Raises:
         UserError: there is none of this name, or the tokenizer lacks its tokens.
     """
-    factory = find_family(config.family)
-    if factory is None:
+    family = find_in(FAMILIES, config.family)
+    if family is None:
         raise UserError(f"family is {config.family!r}: use one of {', '.join(sorted(FAMILIES))}")
-    return factory(config, tokenizer)
+    return family(config, tokenizer)
 
 
-def find_family(model_type: str | None) -> Callable[..., PictureFamily] | None:
-    """The factory registered under a `model_type`, those of plugins included; None where there is none."""
-    return find_in(FAMILIES, model_type)
+def is_family(model_type: str | None) -> bool:
+    """Whether a family is registered under a `model_type`, those of plugins included."""
+    return find_in(FAMILIES, model_type) is not None
+
+
+def family_of(model_type: str | None) -> type[PictureFamily]:
+    """The family of a `model_type`; the base of all, whose rules are InternVL's, where there is none."""
+    return find_in(FAMILIES, model_type) or PictureFamily

@@ -25,13 +25,12 @@ import numpy as np
 
 from ...errors import SampleError, UserError
 from ..chat import single_token
+from ..config import EncodeConfig
 from ..tiles import TileGrid, VideoGrid
 from .base import Bordered, register_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ..config import EncodeConfig
 
 Colours = tuple[float, float, float]  # red, green, blue
 CLIP: tuple[Colours, Colours] = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -102,6 +101,7 @@ class NativePictures(Bordered):
     unused_options = frozenset({*TILE_OPTIONS, "takes_videos"})
     grid_positions = True
     breaks_after_images = False
+    plans_videos = True
 
     def __init__(self, config: EncodeConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer, *self.TOKENS)
@@ -117,7 +117,10 @@ class NativePictures(Bordered):
         self._positions_per_second = config.positions_per_second or self.POSITIONS_PER_SECOND
         self._tokenizer = tokenizer
         self._video_ids = [single_token(tokenizer, token, config.conv_style) for token in self.VIDEO_TOKENS]
-        self.picture_token_ids = (self.image_token_id, self._video_ids[1])
+
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        return self.image_token_id, self._video_ids[1]
 
     @classmethod
     def _bounds(cls, low: int | None, high: int | None) -> tuple[int, int]:
@@ -130,22 +133,15 @@ class NativePictures(Bordered):
         return 2 * MAX_VIDEO_TOKENS * side**2
 
     @classmethod
-    def encoding(
-        cls, config: type[EncodeConfig], options: Mapping[str, Any], checkpoint: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Fields of EncodeConfig that a checkpoint of the family decides on.
-
-        Args:
-            config: the class, for its defaults.
-            options: by their names on a command line.
-            checkpoint: config.json.
+    def encoding(cls, options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Its tokens and bounds; see PictureFamily.
 
         Raises:
             UserError: an option of tiles is given.
         """
         family = checkpoint["model_type"]
         given = [name for name in ("force_image_size", "down_sample_ratio") if options.get(name) is not None]
-        usual = {name: getattr(config, name) for name in TILE_OPTIONS}
+        usual = {name: getattr(EncodeConfig, name) for name in TILE_OPTIONS}
         given += [name for name in TILE_OPTIONS if options.get(name) not in (None, usual[name])]
         if given:
             raise UserError(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from internvl_pack.encode.config import EncodeConfig
-from internvl_pack.encode.families import make_family, register_family
+from internvl_pack.encode.families import PictureFamily, make_family, register_family
 from internvl_pack.encode.families.base import FAMILIES
 from internvl_pack.encode.sample import Encoder
 from internvl_pack.encode.tiles import TileGrid
@@ -34,12 +34,9 @@ def test_an_unknown_family_is_refused_with_the_known_ones(tokenizer):
 def test_a_family_of_a_plugin_is_found_by_its_name(tokenizer):
 
     @register_family("mine")
-    class Mine:
+    class Mine(PictureFamily):
         unused_options = frozenset({"image_size"})
         image_token_id = 5
-
-        def __init__(self, config, tokenizer):
-            pass
 
         def block(self, grid):
             return np.full(grid.num_tiles, 5, dtype=np.int32)
