@@ -129,15 +129,6 @@ class PackingEstimate:
         mean_tokens, mean_tiles = self.tokens / max(1.0, self.samples), self.tiles / max(1.0, self.samples)
         tokens, tiles = self.budget
         what = f"packing does little: {self.samples_per_pack:.1f} samples a pack, token fill {self.token_fill:.0%}"
-        cut = self.split / max(1.0, self.samples)
-        if cut > MANY_CUT:
-            raised = f"--max_packed_tokens to {4 * math.ceil(mean_tokens / 1024) * 1024:,}"
-            if mean_tiles * tokens > mean_tokens * tiles:
-                raised = f"--num_images_expected to {math.ceil(4 * mean_tiles):,}"
-            return (
-                f"{cut:.0%} of the samples exceed a row of {count(tokens, 'tokens')} and {count(tiles, 'tiles')} and "
-                f"are cut, and parts may have nothing to train: raise {raised} or more"
-            )
         tiles_first = self.tile_fill >= LOW_FILL and self.tile_fill > self.token_fill
         if (few or low) and (tiles_first or mean_tiles > tiles / 2):
             wanted = max(math.ceil(tokens * self.tiles / max(1.0, self.tokens)), math.ceil(2 * mean_tiles))
@@ -156,6 +147,15 @@ class PackingEstimate:
                 f"in which {self.idle:.0%} of the places stay empty: lower ranks x "
                 f"--gradient_accumulation_steps x --per_device_train_batch_size to {most:,} or less, or lower "
                 "--max_packed_tokens"
+            )
+        cut = self.split / max(1.0, self.samples)
+        if cut > MANY_CUT:
+            raised = f"--max_packed_tokens to {max(4 * math.ceil(mean_tokens / 1024) * 1024, 2 * tokens):,}"
+            if mean_tiles * tokens > mean_tokens * tiles:
+                raised = f"--num_images_expected to {max(math.ceil(4 * mean_tiles), 2 * tiles):,}"
+            return (
+                f"{cut:.0%} of the samples exceed a row of {count(tokens, 'tokens')} and {count(tiles, 'tiles')} and "
+                f"are cut, and parts may have nothing to train: raise {raised} or more"
             )
         # Of little data the last row is a large share: where rows are as few as can be, no packer fills them better.
         least = math.ceil(max(self.tokens / tokens, self.tiles / max(1, tiles)))

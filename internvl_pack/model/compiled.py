@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -135,11 +135,10 @@ class CompiledForward:
         return self.compiled(block, *args, **kwargs)
 
 
-@cache
 def with_memory_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
     """A torch.compile backend under an activation memory budget, which PyTorch has as a global setting only.
 
-    The same one each time: models in one process share what is compiled by one backend.
+    Another one each time, so that models do not share what is compiled: it is not compared by their modules' hooks.
     """
     inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
