@@ -100,7 +100,7 @@ class Saving:
             )
         if not self.merge_lora:
             lora.peft_config(packed.model, self.source)
-        if packed.tower is not None and packed.tower.grid_positions and self.save_format == "internvl":
+        if packed.grid_positions and self.save_format == "internvl":
             raise UserError(f"--save_format internvl with a {packed.config.model_type!r} model: use hf")
         processor_files(self.source)  # of a hub name they are in the cache from here on
         if not packed.has_vision:

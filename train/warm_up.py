@@ -74,7 +74,6 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=generator)
     pixels = None
-    native = model.tower is not None and model.tower.grid_positions
     if model.tower is not None:
         image_id, size = model.config.image_token_id, model.tower.tile_size
         ids = model.as_text(ids)
@@ -99,12 +98,12 @@ def made_up_row(tokens: int, tiles: int, targets: int, model: PackedModel, *, pa
     if pairs and answers:
         links["prefix_of"] = torch.tensor([-1, *[0] * answers], dtype=torch.int32)
         position_ids[first:] += first
-    if native:
+    if model.grid_positions:
         links["image_grids"] = made_up_grids(tiles)
     return links | {
         "input_ids": ids,
         "labels": labels,
-        "position_ids": position_ids.expand(3, 1, -1) if native else position_ids[None],
+        "position_ids": position_ids.expand(3, 1, -1) if model.grid_positions else position_ids[None],
         "loss_weight": (labels != IGNORE_INDEX).float(),
         "cu_seqlens": starts.int(),
         "max_seqlen": max(lengths),
@@ -185,6 +184,7 @@ def _evaluate(trainer: PackTrainer, batch: dict[str, Any]) -> None:
     model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         _loss(trainer, model, inputs)
+    model.train()
 
 
 def _loss(trainer: PackTrainer, model: Any, inputs: dict[str, Any]) -> torch.Tensor:

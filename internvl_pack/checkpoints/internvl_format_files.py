@@ -165,7 +165,7 @@ def load_internvl_vision(folder: str | Path, dtype: torch.dtype, attn_implementa
     with naming(f"{folder}: "):
         config = internvl_format.native_vision_config(content.get("vision_config", {}) if prefix else content)
     stored = LazyWeights(folder, prefix)
-    with _without_zero3(), torch.device("meta"):
+    with without_zero3(), torch.device("meta"):
         shapes = {f"vision_tower.{name}": t for name, t in InternVLVisionModel(config).state_dict().items()}
     plan = internvl_format.weights(shapes)
     if not prefix:
@@ -246,13 +246,13 @@ def _shapes(config: Any) -> dict[str, Tensor]:
     """The published native names of a config's model with tensors of no memory."""
     from transformers import InternVLForConditionalGeneration
 
-    with _without_zero3(), torch.device("meta"):
+    with without_zero3(), torch.device("meta"):
         return published(InternVLForConditionalGeneration(config).state_dict())
 
 
 @contextlib.contextmanager
-def _without_zero3() -> Iterator[None]:
-    """Parameters that are made here are not partitioned, and have their shapes."""
+def without_zero3() -> Iterator[None]:
+    """Models that are made meanwhile are whole on each rank, also under ZeRO-3."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref

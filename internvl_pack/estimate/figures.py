@@ -128,6 +128,7 @@ class PackingEstimate:
         few, low = self.samples_per_pack < FEW_SAMPLES, self.token_fill < LOW_FILL
         mean_tokens, mean_tiles = self.tokens / max(1.0, self.samples), self.tiles / max(1.0, self.samples)
         tokens, tiles = self.budget
+        roomy = 4 * math.ceil(mean_tokens / 1024) * 1024  # for some samples a row
         what = f"packing does little: {self.samples_per_pack:.1f} samples a pack, token fill {self.token_fill:.0%}"
         tiles_first = self.tile_fill >= LOW_FILL and self.tile_fill > self.token_fill
         if (few or low) and (tiles_first or mean_tiles > tiles / 2):
@@ -150,7 +151,7 @@ class PackingEstimate:
             )
         cut = self.split / max(1.0, self.samples)
         if cut > MANY_CUT:
-            raised = f"--max_packed_tokens to {max(4 * math.ceil(mean_tokens / 1024) * 1024, 2 * tokens):,}"
+            raised = f"--max_packed_tokens to {max(roomy, 2 * tokens):,}"
             if mean_tiles * tokens > mean_tokens * tiles:
                 raised = f"--num_images_expected to {max(math.ceil(4 * mean_tiles), 2 * tiles):,}"
             return (
@@ -165,7 +166,7 @@ class PackingEstimate:
         if (few or low) and mean_tokens > tokens / 2:
             return (
                 f"{what}, because samples have {mean_tokens:,.0f} of a row's {tokens:,} tokens: raise "
-                f"--max_packed_tokens to {4 * math.ceil(mean_tokens / 1024) * 1024:,} or more"
+                f"--max_packed_tokens to {roomy:,} or more"
             )
         if (few or low) and self.policy == "next_fit":
             return f"{what}, because next_fit ends a row at the first sample that does not fit: use subset_sum"

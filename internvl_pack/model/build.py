@@ -16,7 +16,7 @@ from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internv
 from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError, naming
-from .attention import linear_layers, register_packed_attention, select_kernel, tell_how
+from .attention import linear_layers, log_linear_attention, register_packed_attention, select_kernel
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
@@ -124,7 +124,7 @@ def build_model(
         model, head_chunk_tokens=loss_chunk, vision_micro_tiles=vision_micro_tiles, family=family_check
     )
     check_fit(packed, tokenizer, down_sample_ratio)
-    tell_how(packed.language_model, device)
+    log_linear_attention(packed.language_model, device)
     if packed.tower is not None:
         packed.tower.use_kernel(select_kernel(attn_kernel, device, compute_dtype or dtype))
     if router_loss_coef:

@@ -93,12 +93,10 @@ def compile_blocks(
         compiled[kind] = torch.compile(_raw_forward(kind), dynamic=True, backend=keep_less if keeps_less else backend)
     for block in blocks:
         block.forward = CompiledForward(block, compiled[type(block)])
-    if packed.tower is not None and not packed.tower.grid_positions:
+    has_tiles = packed.has_vision and not packed.grid_positions
+    if has_tiles:
         compile_patches(packed, backend)
-        fused_vision = fused_vision and not is_zero3(packed)  # which gathers a compiled layer at a time
-    else:
-        fused_vision = False
-    if fused_vision:
+    if has_tiles and fused_vision and not is_zero3(packed):  # which gathers a compiled layer at a time
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     if packed.head.loss_kernel is loss_and_gradient:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ..checkpoints.encoding import encode_config, served_by
+from ..checkpoints.internvl_format_files import without_zero3
 from ..encode.families import make_family
 from ..errors import SampleError, UserError
 from .parity import PLANS, Parity, make_segment, measure_parity, pack_on_cpu, perturbed, pictures
 from .towers import TOWERS, find_tower
-from .zero3 import without_zero3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -134,7 +134,7 @@ class _Row:
         lengths = [len(s["ids"]) for s in segments]
         begun = [0 if at < 0 else lengths[at] for at in self._prefix_of or [-1] * len(segments)]
         positions = torch.cat([torch.arange(first, first + n) for first, n in zip(begun, lengths, strict=True)])[None]
-        native = core.tower is not None and core.tower.grid_positions  # a picture of one token has a text's positions
+        native = core.grid_positions  # a picture of one token has a text's positions
         tiles = [s["tile"] for s in segments if "tile" in s]
         batch = {
             "input_ids": torch.cat([s["ids"] for s in segments])[None].to(device),

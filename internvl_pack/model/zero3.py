@@ -11,8 +11,6 @@ for finished before its own gradients are made. So the input of each trained lea
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,21 +24,6 @@ def is_zero3(model: nn.Module) -> bool:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     return any(hasattr(p, "ds_id") for p in model.parameters()) or is_deepspeed_zero3_enabled()
-
-
-@contextlib.contextmanager
-def without_zero3() -> Iterator[None]:
-    """Models that are made meanwhile are whole on each rank, also under ZeRO-3."""
-    from transformers.integrations import deepspeed
-
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    config = reference and reference()
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            deepspeed.set_hf_deepspeed_config(config)
 
 
 def gather_by_layers(blocks: list[nn.Module]) -> None:

@@ -12,7 +12,7 @@ boundaries.py     checks of cu_seqlens
 from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
 from .compiled_op import attention_operation
 from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
-from .linear import Stretches, keep_states_apart, linear_layers, stretches, tell_how
+from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
 
@@ -28,13 +28,13 @@ __all__ = [
     "keep_states_apart",
     "kernel_of",
     "linear_layers",
+    "log_linear_attention",
     "one_dtype",
     "packed_row",
     "register_kernel",
     "register_packed_attention",
     "select_kernel",
     "stretches",
-    "tell_how",
     "tree_links",
     "validate_cu_seqlens",
 ]

@@ -124,7 +124,7 @@ def missing_kernel() -> str | None:
     return None
 
 
-def tell_how(language_model: nn.Module, device: torch.device | str | None) -> None:
+def log_linear_attention(language_model: nn.Module, device: torch.device | str | None) -> None:
     """Say in the log how its linear layers will run, where it has some."""
     if not linear_layers(language_model):
         return

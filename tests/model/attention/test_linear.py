@@ -102,7 +102,7 @@ def test_a_leak_through_the_convolution_alone_is_found_out(packed, kernels, monk
 
 
 def test_a_log_line_says_what_to_install(packed, caplog):
-    linear.tell_how(packed.language_model, "cpu")
+    linear.log_linear_attention(packed.language_model, "cpu")
     assert len(caplog.records) == 1
     assert "one segment at a time" in caplog.text and "pip install flash-linear-attention causal-conv1d" in caplog.text
 
