@@ -31,7 +31,7 @@ from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes, share
 from .state import make_state, read_state
-from .worker import begin_reader, release_free_memory
+from .worker import ReaderProcesses, begin_reader, release_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +175,13 @@ class PackLoader(DataLoader):
         self._pending_losses = Losses()
         if self._feed.exchange is None:
             self._feed.exchange = self._make_exchange()
-        if self.num_workers:  # about to be forked
-            release_free_memory()
         return self._batches(super().__iter__())
+
+    def _get_iterator(self) -> Any:
+        if not self.num_workers:
+            return super()._get_iterator()
+        release_free_memory()  # readers are about to be forked
+        return ReaderProcesses(self)
 
     def _make_exchange(self) -> Exchange | None:
         found = store_of_the_run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import time
 from collections import Counter
@@ -11,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.factory import TINY, write_jsonl, write_meta, write_shards
+from torch.utils.data import get_worker_info
 
 from internvl_pack.config import PackingConfig
+from internvl_pack.encode import sample as encode_sample
+from internvl_pack.errors import UserError
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, build_loader
 from internvl_pack.stream.state import make_state, read_state
@@ -223,3 +228,29 @@ def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, 
                 if seen_as == "end of file":  # of the socket over which its tensors come, before it counts as dead
                     monkeypatch.setattr(loader._iterator, "_try_get_data", end_of_file)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_run_that_ends_by_an_error_does_not_wait_for_busy_readers(persistent, tokenizer, tmp_path, monkeypatch):
+    decode, calls = encode_sample.decode_tiles, Counter()
+
+    def slow(*args, **options):
+        calls[os.getpid()] += 1
+        if calls[os.getpid()] > 1 and get_worker_info().id:
+            time.sleep(120)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(encode_sample, "decode_tiles", slow)
+    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
+    (loader,) = make(write_jsonl(tmp_path, 200), tokenizer, config, workers=4, persistent_workers=persistent)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(UserError, match="a mistake"):
+        for _ in loader:
+            time.sleep(0.5)  # until the others are at their second picture
+            started = time.monotonic()
+            raise UserError("a mistake")
+    del loader
+    gc.collect()
+    assert time.monotonic() - started < 4, "torch waits 5 s for each of the three"
+    assert set(multiprocessing.active_children()) <= before
