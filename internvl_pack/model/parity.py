@@ -21,6 +21,7 @@ from ..batch.collate import packed_collate_fn
 from ..batch.loss_weights import IGNORE_INDEX
 from ..batch.row import PackRow, Segment
 from .attention import register_packed_attention
+from .experts import expert_blocks
 from .packed import PackedModel
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ def pack_on_cpu(model: PreTrainedModel, kernel: str = "sdpa", family: str | None
     return PackedModel(model, family=family).train()
 
 
-def own_model(packed: PackedModel, attention: str = "sdpa") -> PreTrainedModel:
+def own_model(packed: PackedModel) -> PreTrainedModel:
     """The same weights in transformers' own model with its own attention, eager where it has no other."""
     from transformers import PreTrainedConfig
 
     twin = copy.deepcopy(packed.model)
-    own = attention if twin._supports_sdpa else "eager"
+    own = "sdpa" if twin._supports_sdpa else "eager"
     for config in (getattr(module, "config", None) for module in twin.modules()):
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation = own
@@ -148,7 +149,8 @@ def own_inputs(plain: PreTrainedModel, segment: Segment, process: Process | None
     image = (ids == plain.config.image_token_id).int()
     inputs |= {name: image for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
     if len(segment.tiles):
-        inputs |= {name: value for name, value in process(segment).items() if name in taken}
+        made = {name: value for name, value in process(segment).items() if name in taken}
+        inputs |= {n: v.to(plain.dtype) if torch.is_floating_point(v) else v for n, v in made.items()}
     return inputs
 
 
@@ -204,16 +206,18 @@ def gradient_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def own_errors(
     packed: PackedModel, segments: Sequence[Segment], process: Process | None, expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """How far the model's own gradients with eager attention are from those with SDPA: what rounding does to them.
+    """How far the model's own gradients in float32 are from those in float64: what rounding does to them.
 
     It is most in sums over all tokens that nearly cancel, as those of the decays of linear attention.
 
     Args:
-        expected: the gradients with SDPA.
+        expected: the gradients in float32.
     """
-    plain = own_model(packed, "eager")
-    own_loss(plain, segments, process).backward()
-    return gradient_errors(gradients(plain), expected)
+    exact = own_model(packed).double()
+    if expert_blocks(exact):
+        exact.set_experts_implementation("eager")  # grouped products are not made in float64
+    own_loss(exact, segments, process).backward()
+    return gradient_errors(expected, gradients(exact))
 
 
 class Parity(NamedTuple):
