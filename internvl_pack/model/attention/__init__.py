@@ -10,8 +10,8 @@ boundaries.py     checks of cu_seqlens
 """
 
 from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
-from .compiled_op import attention_operation
-from .kernels import HALF, KERNELS, Kernel, Row, register_kernel
+from .compiled_op import attend_row, attention_operation
+from .kernels import HALF, KERNELS, Gradients, Kernel, Row, register_kernel
 from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
@@ -19,10 +19,12 @@ from .tree import TreeLinks, tree_links
 __all__ = [
     "HALF",
     "KERNELS",
+    "Gradients",
     "Kernel",
     "Row",
     "Stretches",
     "TreeLinks",
+    "attend_row",
     "attention_operation",
     "check_cu_seqlens_form",
     "keep_states_apart",

@@ -1,6 +1,6 @@
 """Attention as one opaque operation, so that a compiled layer is one graph.
 
-    attend(q, k, v, cu_seqlens, max_seqlen, scale, window, kernel) -> out, lse
+    attend(q, k, v, cu_seqlens, max_seqlen, scale, window, causal, kernel) -> out, lse
 
 The compiler sees shapes only: the row's tokens are a symbol, `max_seqlen` is another, and what runs is the
 kernel registered under the name. Its gradient is an operation of the same kind. Kernels without a
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import KERNELS, Kernel, Row
+from .kernels import KERNELS, Gradients, Kernel, Row
 
 NO_WINDOW = 0  # of the `window` argument here, which must be an int
 
@@ -24,9 +24,9 @@ def attention_operation(
     name: str,
     settings: str,
     forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    backward: Callable[..., Gradients],
     lse_shape: Callable[[Tensor], tuple[int, ...]],
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
     """(attend, attend_backward): a kernel's two halves as operations, called outside of autocast.
 
     Args:
@@ -56,14 +56,14 @@ def attention_operation(
     @torch.library.custom_op(
         f"internvl_pack::{name}_backward", mutates_args=(), schema=f"({saved}, {settings}) -> (Tensor, Tensor, Tensor)"
     )
-    def attend_backward(upstream: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(upstream: Tensor, *rest: Any) -> Gradients:
         with torch.autocast(upstream.device.type, enabled=False):
             gradients = backward(upstream.contiguous(), *rest)
         dq, dk, dv = (g.to(t.dtype).contiguous() for g, t in zip(gradients, rest[:3], strict=True))
         return dq, dk, dv
 
     @attend_backward.register_fake
-    def _(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Gradients:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -85,31 +85,36 @@ def attention_operation(
 
 def attend_row(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """`attend` of a row."""
-    return attend(q, k, v, row.cu_seqlens, row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, kernel.name)
+    return attend(q, k, v, row.cu_seqlens, *settings_of(kernel, q, row))
+
+
+def settings_of(kernel: Kernel, q: Tensor, row: Row) -> tuple[Any, ...]:
+    """What `attend` and `attend_backward` take after their tensors."""
+    return row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, row.causal, kernel.name
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *row, kernel = rest
-    forward = KERNELS[kernel].forward
-    assert forward is not None, "called for kernels that have one"
-    return forward(q, k, v, _row(*row))
+    kernel, row = _kernel_and_row(*rest)
+    assert kernel.forward is not None, "called for kernels that have one"
+    return kernel.forward(q, k, v, row)
 
 
-def _backward(*tensors_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, cu_seqlens, max_seqlen, scale, window, kernel = tensors_and_settings
-    backward = KERNELS[kernel].backward
-    assert backward is not None, "a kernel with a forward has a backward"
-    return backward(*tensors, _row(cu_seqlens, max_seqlen, scale, window))
+def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Gradients:
+    kernel, row = _kernel_and_row(*rest)
+    assert kernel.backward is not None, "a kernel with a forward has a backward"
+    return kernel.backward(upstream, q, k, v, out, lse, row)
 
 
-def _row(cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int) -> Row:
-    return Row(cu_seqlens, max_seqlen, scale, window or None)
+def _kernel_and_row(
+    cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int, causal: bool, kernel: str
+) -> tuple[Kernel, Row]:
+    return KERNELS[kernel], Row(cu_seqlens, max_seqlen, scale, window or None, causal)
 
 
 # The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs.
 attend, attend_backward = attention_operation(
     "attend",
-    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, str kernel",
+    "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, bool causal, str kernel",
     _forward,
     _backward,
     lambda q: (q.shape[1], q.shape[0]),

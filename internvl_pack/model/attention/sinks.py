@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiled_op import NO_WINDOW, attend, attend_backward
+from .compiled_op import attend, attend_backward, settings_of
 from .kernels import Kernel, Row
 
 
 def attend_with_sinks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, row: Row) -> Tensor:
     """The kernel contract with sinks (Hq,), whose gradient is float32 in between; in a compiled layer too."""
     assert kernel.forward is not None and kernel.backward is not None, "a kernel with its two halves"
-    settings = (row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, kernel.name)
+    settings = settings_of(kernel, q, row)
     return _WithSinks.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, row.cu_seqlens, *settings)
 
 
@@ -43,7 +43,7 @@ class _WithSinks(torch.autograd.Function):
         dq, dk, dv = attend_backward(upstream.contiguous(), q, k, v, out, total, cu_seqlens, *ctx.settings)
         share = (sinks.float()[:, None] - total).exp()  # of each query's probability that went to the sink
         dsinks = -(share * (upstream.float() * out.float()).sum(dim=-1).mT).sum(dim=1)
-        return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None, None, None
+        return dq, dk, dv, dsinks.to(sinks.dtype), None, *[None] * len(ctx.settings)
 
 
 def masked_attention_with_sinks(

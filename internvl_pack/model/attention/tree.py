@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .compiled_op import attention_operation
-from .kernels import KERNELS, Kernel, Row
+from .kernels import KERNELS, Gradients, Kernel, Row
 from .ring import joined
 
 
@@ -108,9 +108,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, T
     return out, lse
 
 
-def _backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any) -> Gradients:
     kernel, row, cross, branches, prefixes = _calls(*settings)
     assert kernel.backward is not None, "a kernel with a forward has a backward"
     totals = kernel.backward(upstream, q, k, v, out, lse, row)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import HALF, KERNELS, Kernel, Row, attention_operation, one_dtype
+from ..attention import HALF, KERNELS, Kernel, Row, attend_row, one_dtype
 
 PREFIX = "internvl_pack_flash_pictures_"  # transformers gives boundaries to names with "flash" in them
 TILE_HEADS = (64, 96, 128)  # head sizes that FlashAttention 4 takes for sure
@@ -39,7 +39,7 @@ def register_picture_attention(kernel: Kernel, head_size: int) -> str:
 
 
 def _attention_function(kernel: Kernel) -> Any:
-    """transformers' attention contract over `attend_pictures`: (1, H, P, D) in, (1, P, H, D) out."""
+    """transformers' attention contract over `attend_row`: (1, H, P, D) in, (1, P, H, D) out."""
 
     def picture_attention(
         module: nn.Module,
@@ -55,31 +55,7 @@ def _attention_function(kernel: Kernel) -> Any:
         assert cu_seq_lens_q is not None and max_length_q is not None, "given by the tower"
         q, k, v = (t[0].transpose(0, 1) for t in one_dtype(query, key, value))
         own = KERNELS["sdpa"] if kernel.half_only and q.dtype not in HALF else kernel
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_pictures(q, k, v, cu_seq_lens_q, max_length_q, scale, own.name)[0].unsqueeze(0), None
+        row = Row(cu_seq_lens_q, max_length_q, scaling, causal=False)
+        return attend_row(own, q, k, v, row)[0].unsqueeze(0), None
 
     return picture_attention
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, kernel: str
-) -> tuple[Tensor, Tensor]:
-    forward = KERNELS[kernel].forward
-    assert forward is not None, "chosen so"
-    return forward(q, k, v, Row(cu_seqlens, max_seqlen, scale, causal=False))
-
-
-def _backward(*tensors_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, cu_seqlens, max_seqlen, scale, kernel = tensors_and_settings
-    backward = KERNELS[kernel].backward
-    assert backward is not None, "a kernel with a forward has a backward"
-    return backward(*tensors, Row(cu_seqlens, max_seqlen, scale, causal=False))
-
-
-attend_pictures, _ = attention_operation(
-    "attend_pictures",
-    "Tensor cu_seqlens, SymInt max_seqlen, float scale, str kernel",
-    _forward,
-    _backward,
-    lambda q: (q.shape[1], q.shape[0]),
-)

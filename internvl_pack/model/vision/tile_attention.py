@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..attention import HALF, KERNELS, Kernel, attention_operation, one_dtype
+from ..attention import HALF, KERNELS, Gradients, Kernel, attention_operation, one_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +87,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str) -> tupl
     return forward(q, k, v, scale)
 
 
-def _backward(*tensors_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*tensors_and_settings: Any) -> Gradients:
     *tensors, scale, kernel = tensors_and_settings
     backward = KERNELS[kernel].tiles_backward
     assert backward is not None, "a kernel with a forward has a backward"

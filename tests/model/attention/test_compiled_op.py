@@ -24,7 +24,7 @@ def test_the_operation_and_its_gradient_are_those_of_the_kernel(window):
         results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    settings = (row.cu_seqlens, row.max_seqlen, row.scale, window or 0, kernel.name)
+    settings = (row.cu_seqlens, row.max_seqlen, row.scale, window or 0, True, kernel.name)
     torch.library.opcheck(attend, (q, k, v, *settings), test_utils=("test_schema", "test_faketensor"))
 
 

@@ -117,8 +117,8 @@ def test_the_tower_attends_once_a_layer_and_takes_all_of_its_inputs_from_the_hos
 
     packed, family, segments, *_ = case
     calls = []
-    forward = picture_attention._forward
-    monkeypatch.setattr(picture_attention, "attend_pictures", lambda *a: calls.append(a) or (forward(*a)))
+    attend = picture_attention.attend_row
+    monkeypatch.setattr(picture_attention, "attend_row", lambda kernel, *a: calls.append(a) or attend(kernel, *a))
     batch = native.collated(tokenizer, family, segments)
     with torch.no_grad():
         packed(**batch)
