@@ -138,10 +138,14 @@ class Sample:
     num_tile_pairs: int = 0
 
 
+def read_mix() -> list[dict[str, str]]:
+    with open(LENGTHS, encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
 def draw_samples(total_tokens: int, max_tokens: int, max_tiles: int, seed: int, scale: int = 1) -> list[Sample]:
     """Samples of the real mix in random order until `total_tokens`; those above the smallest budget are left out."""
-    with open(LENGTHS, encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_mix()
     order = np.random.default_rng(seed).permutation(len(rows))
     samples, tokens = [], 0
     for i in order.tolist():
