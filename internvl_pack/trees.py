@@ -30,6 +30,7 @@ class Tree:
 
     Attributes:
         prompt: token ids, at least two, with a token of its own for each feature of an image, as the model reads them.
+            The last one, with which each answer's branch begins, is no such token.
         answers: token ids of each answer, whose end-of-turn token is part of it; none is empty.
         tiles: uint8 (T, 3, S, S), of the prompt's images in their order; None without images.
         image_grids: of a model of native resolution, (rows, columns) of tiles of each of these images.
@@ -52,9 +53,11 @@ def tree_batch(
         picture_token_ids: of a model of native resolution, its `picture_token_ids`: positions are made by them.
 
     Raises:
-        ValueError: no trees, a prompt of fewer than two tokens, a tree without answers or with an empty one, ids or
-            tiles of another shape or kind, grids that are not of the tiles or not of the prompt's picture tokens.
+        ValueError: no trees, a prompt of fewer than two tokens or one that ends with an image, a tree without answers
+            or with an empty one, ids or tiles of another shape or kind, grids that are not of the tiles or not of the
+            prompt's picture tokens.
     """
+    _check_ends(trees, picture_token_ids)
     segments = [_segment(number, tree, bool(picture_token_ids)) for number, tree in enumerate(trees)]
     native: dict[str, Any] = {}
     if picture_token_ids:
@@ -78,7 +81,13 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     """
     if getattr(model, "sequence_group", None) is not None:
         raise ValueError("log-probabilities of branches are of whole rows: the model shares them over a sequence group")
-    batch = trees if isinstance(trees, Mapping) else tree_batch(trees, picture_token_ids=_grid_tokens(model))
+    batch: Mapping[str, Any]
+    if isinstance(trees, Mapping):
+        batch = trees
+    else:
+        packed = _unwrapped(model)
+        _check_ends(trees, packed.picture_token_ids)
+        batch = tree_batch(trees, picture_token_ids=packed.picture_token_ids if packed.grid_positions else ())
     if "cu_seqlens" not in batch:
         raise ValueError("the batch is padded: log-probabilities of branches are of packed rows (cu_seqlens)")
     device = next(model.parameters()).device
@@ -92,11 +101,19 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     return [part for part, wanted in zip(parts, is_branch, strict=True) if wanted]
 
 
-def _grid_tokens(model: Any) -> tuple[int, ...]:
-    """Of a model of native resolution, wrapped or not, the tokens of its pictures; else none."""
+def _unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
-    return model.picture_token_ids if model.grid_positions else ()
+    return model
+
+
+def _check_ends(trees: Sequence[Tree], picture_token_ids: Sequence[int]) -> None:
+    for number, tree in enumerate(trees):
+        if len(tree.prompt) and tree.prompt[-1] in picture_token_ids:
+            raise ValueError(
+                f"tree {number}: its prompt ends with an image's token ({tree.prompt[-1]}), which every branch would "
+                "begin with: end it with what the chat format writes before an answer"
+            )
 
 
 def _segment(number: int, tree: Tree, native: bool) -> Segment:

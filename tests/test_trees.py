@@ -91,5 +91,8 @@ def test_what_is_no_tree_is_refused(tokenizer):
             logprobs(packed, [tree])
     with pytest.raises(ValueError, match="no rows"):
         logprobs(packed, [])
+    image = packed.picture_token_ids[0]
+    with pytest.raises(ValueError, match="tree 1: its prompt ends with an image's token"):
+        logprobs(packed, [Tree(prompt=[1, 2], answers=[[3]]), Tree(prompt=[1, *[image] * 4], answers=[[3], [4]])])
     with pytest.raises(ValueError, match="the batch is padded"):
         logprobs(packed, {"input_ids": torch.zeros(1, 2)})

@@ -134,8 +134,9 @@ def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = M
 
     `<image>` counts in those turns only. With as many as images, each is one, in order. With images and no `<image>`,
     all go before the first human turn's text, each followed by a newline. Without images, `<image>` inside a line is
-    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. Other
-    notations of an image (`<IMAGE>`, `<image_1>`) are taken for `<image>` where that is clear, see notations.py.
+    text, and at the border of a line (first or last on it, spaces aside) it is an image that is missing. There it is
+    refused in the system turn of a record with images, too. Other notations of an image (`<IMAGE>`, `<image_1>`) are
+    taken for `<image>` where that is clear, see notations.py.
     The error names a misspelt field of images in `data`, the record.
 
     Raises:
@@ -151,6 +152,10 @@ def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = M
         if any(_VIDEO_AT_LINE_BORDER.search(text) for text in human):
             raise SampleError("placeholder_mismatch", "a placeholder <video>, but no video")
         return [Turn(role, (text,)) for role, text in turns]
+    if turns[0][0] == "system" and (_AT_LINE_BORDER.search(turns[0][1]) or _VIDEO_AT_LINE_BORDER.search(turns[0][1])):
+        raise SampleError(
+            "placeholder_mismatch", "a placeholder <image> or <video> in the system turn: write it into the user's turn"
+        )
     if found == 0:
         for index, (role, text) in enumerate(turns):
             if role in IMAGE_ROLES:

@@ -22,6 +22,9 @@ TRAINING_FLAGS = ("loss", "weight", "train", "trainable", "loss_mask")
 # A record's own system prompt, where its turns have none.
 SYSTEM_FIELDS = ("system", "system_prompt")
 
+# Whether a record's answer is a good one, as data for KTO says it; false refuses the sample (trees.py).
+LABELS = ("label", "kto_tag")
+
 # They change what is to be learnt and no template here writes them: filled, they refuse the sample.
 REFUSED_IN_TURN = {
     "tool_calls": "calls of tools",
@@ -52,7 +55,7 @@ _ROLE_AND_TEXT = frozenset(("from", "value", "role", "content", IN_PARTS))
 TURN_FIELDS = _ROLE_AND_TEXT | {*TRAINING_FLAGS, *REFUSED_IN_TURN}
 RECORD_FIELDS = frozenset((
     "id", "conversations", "image", "width", "height", "width_list", "height_list", "video", "clip",
-    "tools", *SYSTEM_FIELDS, *REFUSED_IN_RECORD, "answers", "prompt", "question", "rejected_response",
+    "tools", *SYSTEM_FIELDS, *LABELS, *REFUSED_IN_RECORD, "answers", "prompt", "question", "rejected_response",
 ))  # fmt: skip
 
 _EMPTY = (None, "", "[]", "{}", "null")

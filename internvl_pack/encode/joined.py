@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 32  # of a tree: more would be cut again, and are read and lost together
 _HEAD_BYTES = 1024
-_VERSION = 1  # of the rules by which rows are joined
+_VERSION = 2  # of the rules by which rows are joined
 
 
 class JoinedSource(Source):

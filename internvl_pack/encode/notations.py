@@ -6,7 +6,7 @@
 They are taken for `<image>` where that is clear: no human turn has an `<image>`, and one notation occurs exactly as
 often as there are images, numbers in order. Everywhere else they are refused rather than trained as text in silence,
 but for what text may well hold: `[IMG]` within a line ("What does [IMG] mean?"), and the number of an image that has
-its `<image>` ("<image>\\nDescribe <image_1>").
+its `<image>` ("<image>\\nDescribe <image_1>"). In other turns a file name between `<img>` and `</img>` is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from ..errors import SampleError
 from ..options import count
+from ..sources.normalise import NAMED_IN_TEXT
 
 PLACEHOLDER = "<image>"
 
@@ -43,6 +44,13 @@ def bind_other_notations(turns: Sequence[tuple[str, str]], num_images: int) -> l
     Raises:
         SampleError: `placeholder_mismatch`, one is neither clear nor text.
     """
+    for role, text in turns:
+        if role != "human" and (named := NAMED_IN_TEXT.search(text)):
+            raise SampleError(
+                "placeholder_mismatch",
+                f"{named[0][:60]!r} stands in a turn of {role!r}, where it is neither an image nor text: write <image> "
+                "into the user's turn, or remove it",
+            )
     human = [text for role, text in turns if role == "human"]
     # Most texts hold no other bracket than that of a placeholder, and counting is faster than a search.
     suspect = [text for text in human if "[" in text or text.count("<") > text.count(PLACEHOLDER)]

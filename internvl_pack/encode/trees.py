@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SampleError
 from ..sources.normalise import ANSWERS, normalised
-from .fields import TRAINING_FLAGS, is_answer, is_filled, is_preference
+from .fields import LABELS, TRAINING_FLAGS, is_answer, is_filled, is_preference
 
 OBJECTIVES = ("sft", "dpo", "mpo")
 MAX_ANSWERS = 4096
@@ -45,10 +45,16 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
     """The answers of a record, chosen before rejected; None where its conversation has one.
 
     Raises:
-        SampleError: `preference_data`, a record that is not for this objective; `answers`, a form that is none of those
-            in docs/data.md.
+        SampleError: `preference_data` or `no_preference_data`, a record that is not for this objective, or an answer
+            that is labelled as a bad one; `answers`, a form that is none of those in docs/data.md.
     """
     is_pair = is_preference(data) or is_answer(data.get("rejected_response"))
+    if not is_pair and (label := next((name for name in LABELS if data.get(name) is False), None)):
+        raise SampleError(
+            "preference_data",
+            f"{label!r} is false: its answer is a bad one, as data for KTO has it; leave it out, or write it as "
+            "'rejected' beside a good answer as 'chosen'",
+        )
     if is_pair and objective == "sft":
         raise SampleError(
             "preference_data",

@@ -101,7 +101,7 @@ def _cure(layout: _Layout, room: int, max_tiles: int) -> str:
         cure = f"raise num_images_expected to {layout.largest_image_tiles}"
     else:
         cure = f"raise max_packed_tokens above {max(room, layout.largest_image_tokens)}"
-    return f"{cure}, or make images smaller ({SMALLER})"
+    return f"{cure}, or make it smaller ({SMALLER})"
 
 
 def _fragments(
@@ -110,7 +110,7 @@ def _fragments(
     if layout.largest_image_tokens > room or layout.largest_image_tiles > max_tiles:
         raise SampleError(
             "image_exceeds_budget",
-            f"sample {record.sample_id} has an image of {count(layout.largest_image_tokens, 'tokens')} and "
+            f"sample {record.sample_id} has an image or video of {count(layout.largest_image_tokens, 'tokens')} and "
             f"{count(layout.largest_image_tiles, 'tiles')}, a pack holds {room} and {max_tiles}: "
             + _cure(layout, room, max_tiles),
         )

@@ -266,9 +266,10 @@ class DataRef:
 
     def _read(self, num_bytes: int | None) -> bytes:
         """The first `num_bytes`; all for None."""
-        start = self.uri.find(",", 0, _MAX_MEDIA_TYPE) + 1
-        size = len(self.uri) - start  # in characters, four for three bytes
-        if not self.uri[:start].lower().endswith(";base64,"):
+        uri = self.uri if "\n" not in self.uri else self.uri.replace("\n", "").replace("\r", "")  # as MIME writes it
+        start = uri.find(",", 0, _MAX_MEDIA_TYPE) + 1
+        size = len(uri) - start  # in characters, four for three bytes
+        if not uri[:start].lower().endswith(";base64,"):
             raise SampleError("image_field", f"{self._begins} is no data: URI in base64, 'data:image/png;base64,...'")
         if not size:
             raise SampleError("image_empty", f"{self._begins} has 0 bytes")
@@ -280,7 +281,7 @@ class DataRef:
             )
         stop = None if num_bytes is None else start + (num_bytes + 2) // 3 * 4
         try:
-            return base64.b64decode(self.uri[start:stop], validate=True)[:num_bytes]
+            return base64.b64decode(uri[start:stop], validate=True)[:num_bytes]
         except ValueError as error:  # binascii.Error among them
             raise SampleError("image_corrupt", f"{self._begins} is not in base64: {error}") from None
 

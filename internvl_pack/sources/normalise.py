@@ -22,9 +22,14 @@ ANSWERS = ("chosen", "rejected", "rejected_response", "answers")  # several to o
 IMAGES = ("image", "images")
 IN_PARTS = "images_in_parts"
 _TEXTS = ("content", "value")
+# Types of parts, those of OpenAI's Responses among them.
+_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+}
 _IMAGE_PARTS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_ROLES = ("user", "human", "pretrain")
-_NAMED_IN_TEXT = re.compile(r"<img>([^<>\n]{1,1000}\.\w{2,5})</img>")  # as Qwen-VL's data has it
+NAMED_IN_TEXT = re.compile(r"<img>([^<>\n]{1,1000}\.\w{2,5})</img>")  # as Qwen-VL's data has it
 
 
 def normalised(data: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +139,11 @@ def _named_in_texts(turns: Any, images: Any) -> tuple[list[Any], list[str]] | No
     texts = [turn[key] for turn, key in zip(turns, keys, strict=True) if key is not None]
     if not any("</img>" in text for text in texts) or any("<image>" in text for text in texts):
         return None
-    named = [name.removeprefix("file://") for text in texts for name in _NAMED_IN_TEXT.findall(text)]
+    named = [name.removeprefix("file://") for text in texts for name in NAMED_IN_TEXT.findall(text)]
     if not named or (not is_absent(images) and as_list(images) != named):
         return None
     written = [
-        turn if key is None else turn | {key: _NAMED_IN_TEXT.sub("<image>", turn[key])}
+        turn if key is None else turn | {key: NAMED_IN_TEXT.sub("<image>", turn[key])}
         for turn, key in zip(turns, keys, strict=True)
     ]
     return written, named
@@ -188,14 +193,13 @@ def _written_out(turns: list[Any], images: Any) -> tuple[list[Any], Any]:
 def _text_of(part: Any, number: int, named: list[Any]) -> str:
     """What a part is in its turn's text; the image of one that has any is added to `named`."""
     found = part if isinstance(part, Mapping) else {}
-    kind = found.get("type") or next((key for key in ("text", "image", "image_url") if found.get(key)), None)
+    name = found.get("type") or next((key for key in ("text", "image", "image_url") if found.get(key)), None)
+    kind = _PARTS.get(name) if isinstance(name, str) else None
     if kind == "text" and isinstance(found.get("text"), str):
         return found["text"]
-    if kind not in ("image", "image_url"):
-        what = f"a part of type {str(kind)[:40]!r}" if kind and kind != "text" else "a part without a text"
-        raise SampleError(
-            "turn_value_not_text", f"turn {number} has {what}; parts of type 'text', 'image' and 'image_url' are read"
-        )
+    if kind != "image":
+        what = f"a part of type {str(name)[:40]!r}" if name and kind is None else "a part without a text"
+        raise SampleError("turn_value_not_text", f"turn {number} has {what}; known are {', '.join(map(repr, _PARTS))}")
     if found.get("index") not in (None, len(named)):
         raise SampleError("image_field", f"turn {number} names image {found['index']} where {len(named)} is the next")
     image = next((found[key] for key in _IMAGE_PARTS if not is_absent(found.get(key))), None)

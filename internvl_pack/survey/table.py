@@ -42,7 +42,7 @@ from ..records import Branch, Record, Span
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of the layout and of what is measured: another one where records get other ids
+VERSION = 5  # of the layout and of what is measured: another one where records get other ids
 MISSING, PLAIN, CUTTABLE, REFUSED, TREE = range(5)
 MAX_TOKENS = (1 << 24) - 1
 MAX_TILES = (1 << 16) - 1

@@ -181,6 +181,16 @@ def test_placeholders_of_system_turns_and_answers_are_text(encoder, tokenizer):
     assert trained(encoder, tokenizer, raw) == "<image>\nx<|im_end|>"
 
 
+@pytest.mark.parametrize("system", ["<image>\nBe brief.", "Be brief.\n<image>", "<image>"])
+@pytest.mark.parametrize("question", ["q", "<image>\nq"])
+def test_an_image_in_the_system_turn_is_not_put_elsewhere(encoder, system, question):
+    assert verdict(encoder, raw_sample([("system", system), ("human", question), ("gpt", "a")], ONE)) == (
+        "placeholder_mismatch"
+    )
+    inline = raw_sample([("system", "Where an <image> is shown, tell."), ("human", question), ("gpt", "a")], ONE)
+    assert verdict(encoder, inline) == 1
+
+
 # --- conversations
 
 

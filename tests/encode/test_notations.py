@@ -83,3 +83,14 @@ def test_an_unclear_notation_refuses_the_sample(text, num_images):
 )
 def test_words_stay_words(text, num_images):
     assert bound(text, num_images) == text
+
+
+@pytest.mark.parametrize("role", ["system", "gpt"])
+@pytest.mark.parametrize("num_images", [0, 1])
+def test_a_file_between_img_tags_is_no_text_of_other_turns_either(role, num_images):
+    turns = [(role, "See <img>d.jpg</img>."), ("human", "<image>\nq" if num_images else "q")]
+    with pytest.raises(SampleError, match=f"'<img>d.jpg</img>' stands in a turn of '{role}'") as refused:
+        bind_other_notations(turns, num_images)
+    assert refused.value.reason == "placeholder_mismatch"
+    words = [(role, "the tags <img></img> and <img src='a.png'>"), turns[1]]
+    assert bind_other_notations(words, num_images) == words

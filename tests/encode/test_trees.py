@@ -149,10 +149,20 @@ def test_answers_beside_a_conversation_that_has_one_are_not_read(tokenizer):
     np.testing.assert_array_equal(with_answers.input_ids, without.input_ids)
 
 
+@pytest.mark.parametrize("fields", [{"label": True}, {"label": 0}, {"kto_tag": True, "label": "cat"}])
+def test_an_answer_that_is_not_labelled_as_a_bad_one_is_trained(tokenizer, fields):
+    turns, images = [("human", ASKED), ("gpt", CHOSEN)], {"a.jpg": jpeg()}
+    one, other = (encoder(tokenizer, "sft").encode(raw_sample(turns, images, **f), SPEC) for f in (fields, {}))
+    np.testing.assert_array_equal(one.labels, other.labels)
+
+
 BAD_RECORDS = {
     "preference_data": ("sft", FORMS["MMPR"], "with --objective dpo or mpo"),
     "preference_data, swift": ("sft", FORMS["ms-swift"], "with --objective dpo or mpo"),
     "no_preference_data": ("mpo", {"messages": [USER, GOOD]}, "objective 'mpo' is of pairs"),
+    "preference_data, KTO": ("sft", {"messages": [USER, BAD], "label": False}, "'label' is false: its answer is a bad"),
+    "preference_data, KTO of LLaMA-Factory": ("sft", {"messages": [USER, BAD], "kto_tag": False}, "'kto_tag' is false"),
+    "preference_data, KTO of TRL": ("dpo", {"prompt": [USER], "completion": [BAD], "label": False}, "'label' is false"),
     "unsupported_field": ("sft", {"conversations": [USER, GOOD], "chosen": CHOSEN}, "without a rejected one"),
     "answers, two prompts": ("dpo", FORMS["MMPR"] | {"prompt": ASKED}, "'prompt' and 'question' are both a prompt"),
     "answers, no prompt": ("dpo", {"chosen": CHOSEN, "rejected": REJECTED}, "no common prompt"),

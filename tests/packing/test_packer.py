@@ -351,6 +351,7 @@ def test_what_cannot_be_kept_leaves_with_its_reason(oversize, reason):
     with pytest.raises(SampleError, match=reason) as caught:
         split(record, 0, Budget(3000, 99), oversize=oversize)
     if reason == "image_exceeds":
+        assert "sample r has an image or video of 3,330 tokens and 13 tiles" in str(caught.value)
         assert "a pack holds 3000 and 99: raise max_packed_tokens above 3330, or " in str(caught.value)
         # What makes a picture smaller depends on the family, which is not known here: both are named.
         assert "max_dynamic_patch" in str(caught.value) and "video_max_pixels" in str(caught.value)

@@ -91,6 +91,16 @@ def asked(text: str) -> list[dict]:
             ["a"],
         ),
         (
+            {
+                "messages": [
+                    user({"type": "input_image", "image_url": "a"}, {"type": "input_text", "text": "What?"}),
+                    TELL | {"content": [{"type": "output_text", "text": "Tea.", "annotations": []}]},
+                ]
+            },
+            asked("<image>\nWhat?"),
+            ["a"],
+        ),
+        (
             {"messages": [user(IMAGE | {"image": "a"}, {"text": "Or?"}), TELL], "image": "a"},
             asked("<image>\nOr?"),
             ["a"],
