@@ -316,6 +316,7 @@ class DataTrainingArguments(PackingArguments):
         return encode_config(vars(self), checkpoint)
 
 
+COMPILES_ALL = (None, "it compiles the whole model as one piece: use --compile")
 # Options of the Trainer that packing needs at one value, and why. The defaults below agree.
 REQUIRED: dict[str, tuple[Any, str]] = {
     "remove_unused_columns": (
@@ -329,8 +330,14 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "neftune_noise_alpha": (None, "it patches the model's embeddings"),
     "load_best_model_at_end": (False, "checkpoints are resumed from, not chosen between: load the one you want"),
     "include_num_input_tokens_seen": ("no", "tokens are counted exactly under num_real_tokens"),
-    "torch_compile": (False, "it compiles the whole model as one piece: use --compile"),
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), COMPILES_ALL),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (False, "held-out data is computed as the training's")),
+    "do_predict": (False, "held-out data is evaluated: use --do_eval"),
+    "dataloader_drop_last": (False, "every pack is trained: the last step of an epoch may have fewer"),
+    "ignore_data_skip": (False, "a resumed run goes on with the next pack, nothing is read anew"),
+    "enable_jit_checkpoint": (False, "a run that gets a signal saves a checkpoint and stops by itself"),
     "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
+    "parallelism_config": (None, "use --sequence_parallel_size to share rows between GPUs"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
 }
 ACCELERATOR = {"split_batches": False, "dispatch_batches": False, "even_batches": False}
@@ -417,9 +424,9 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         for name, (value, why) in REQUIRED.items():
-            given = getattr(self, name)
+            given = getattr(self, name, value)
             if given != value and given not in (None, "", [], False):
-                raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out, or {value}")
+                raise UserError(f"--{name} {given} does not go with this trainer ({why}): leave it out")
         check_options(self, "--")
         if not self.output_dir:
             raise UserError("--output_dir is missing: give the folder of the trained model and its checkpoints")

@@ -71,6 +71,22 @@ RULES: tuple[Rule, ...] = (
         "prefix trees with --sequence_parallel_mode ring: use ulysses",
     ),
     Rule(
+        (*PACKED_WAYS, PADDED),
+        lambda o: o["unfreeze_vit_layers"] and not (o["freeze_backbone"] or o["use_backbone_lora"]),
+        "--unfreeze_vit_layers {unfreeze_vit_layers} without --freeze_backbone True: all layers are trained; leave it "
+        "out, or freeze them",
+    ),
+    Rule(
+        (*PACKED_WAYS, PADDED),
+        lambda o: not o["compile"] and o["compile_recompute"] != "language",
+        "--compile_recompute {compile_recompute} without --compile True: it is about compiled layers; leave it out",
+    ),
+    Rule(
+        (*PACKED_WAYS, PADDED),
+        lambda o: o["repeat_system_prompt"] and o["oversize"] != "split",
+        "--repeat_system_prompt True with --oversize {oversize}: no sample is split; leave it out",
+    ),
+    Rule(
         (IN_BATCH,),
         lambda o: o["per_device_train_batch_size"] < 2,
         "--packing in_batch with --per_device_train_batch_size 1: a row of one sample is not packed; give 2 or more, "
@@ -103,7 +119,10 @@ RULES: tuple[Rule, ...] = (
             f"--{name} with --packing preset: it was decided when the packs were planned; leave it out, or give it to "
             "internvl-pack plan",
         )
-        for name, default in {**PACKER_OPTIONS, "shuffle_buffer_size": None}.items()
+        for name, default in {
+            **PACKER_OPTIONS,
+            **dict.fromkeys(("shuffle_buffer_size", "cost_model", "data_seed")),
+        }.items()
     ),
     Rule(
         (PADDED, IN_BATCH),
@@ -156,7 +175,7 @@ def check_combinations(packing: str, options: Mapping[str, Any]) -> None:
 
     Args:
         packing: one of the modes above.
-        options: of the data and of the training, by name.
+        options: of the model, the data and the training, by name.
 
     Raises:
         UserError: some do not; names the first.

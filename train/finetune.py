@@ -202,7 +202,7 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
         UserError: a mistake in the options, the data or the environment.
     """
     data_args = replace(data_args, objective=objective_of(data_args.objective, args))
-    check_combinations(data_args.packing_mode, {**vars(args), **vars(data_args)})
+    check_combinations(data_args.packing_mode, vars(args) | vars(model_args) | vars(data_args))
     loss = preference_loss(data_args.objective, args)
     check_precision("bf16" if args.bf16 else "fp16" if args.fp16 else "no")
     wait_no_longer_than(args.ddp_timeout)

@@ -21,11 +21,13 @@ from .preference import PreferenceArguments
 
 logger = logging.getLogger(__name__)
 
-# Flags of older scripts, and the flag that took their place.
+# Flags of older scripts, or of transformers, and the flag that took their place.
 RENAMED = {
     "warmup_ratio": "warmup_steps",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
+    "gradient_checkpointing": "grad_checkpoint",
+    "activation_checkpointing": "grad_checkpoint",
     "pad_to_max_length": "strict_mode",
 }
 # Flags of older scripts that have no effect any more, and why leaving them out is right.
@@ -42,6 +44,10 @@ DROPPED = {
     "split_annotations": "rows are read where they lie, no rank loads all annotations",
     "unfreeze_lm_head": "the head is trained or frozen with the language model",
     "use_custom_flash_attn": "packed attention takes the fastest kernel there is, see --attn_kernel",
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        "a layer is checkpointed as a whole, without reentrance",
+    ),
     "use_liger": "--loss_kernel auto takes liger-kernel's loss where it is installed",
     "normalize_type": "pixels are normalised by ImageNet's mean and deviation",
     "num_lanes": "all readers follow one plan",
@@ -129,7 +135,7 @@ class Parser(HfArgumentParser):
         for title, names in ours.items():
             add_options(self.add_argument_group(title.lower()), GROUPS[title], *(n for n in names if n not in FIRST))
         shown = {name for names in ours.values() for name in names}
-        others = sorted(f.name for f in fields(TrainingArguments) if f.init and f.name not in shown)
+        others = sorted(name for name in option_names() if name not in shown)
         self.epilog = f"Options of transformers' TrainingArguments work as well: {', '.join(others)}."
 
     def error(self, message: str) -> NoReturn:
@@ -146,8 +152,9 @@ def grouped_options() -> dict[str, list[str]]:
 
 
 def option_names() -> list[str]:
-    """Every option of finetune.py."""
-    return [f.name for kind in KINDS for f in fields(kind) if f.init]
+    """Every option of finetune.py; those of transformers that are called otherwise here are none."""
+    gone = RENAMED.keys() | DROPPED.keys()
+    return [f.name for kind in KINDS for f in fields(kind) if f.init and f.name not in gone]
 
 
 def parse(

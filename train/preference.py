@@ -51,6 +51,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dpo": {"loss_type": "sigmoid", "sigmoid_loss_weight": 1.0, "bco_pair_loss_weight": 1.0, "rpo_alpha": 0.0},
     "mpo": {"loss_type": "sigmoid,bco_pair", "sigmoid_loss_weight": 0.8, "bco_pair_loss_weight": 0.2, "rpo_alpha": 1.0},
 }
+# Options that are of some losses alone.
+OF_LOSSES = {
+    "label_smoothing": ("sigmoid", "sigmoid_norm"),
+    "sigmoid_loss_weight": ("sigmoid", "sigmoid_norm"),
+    "bco_pair_loss_weight": ("bco_pair",),
+}
 
 
 def objective_of(objective: str | None, args: PreferenceArguments) -> str:
@@ -73,7 +79,8 @@ def preference_loss(objective: str | None, args: PreferenceArguments) -> Prefere
     """The loss of these options; None for sft.
 
     Raises:
-        UserError: an unknown loss, one twice, none that has a weight, or a number that is not finite.
+        UserError: an unknown loss, one twice, none that has a weight, an option of another loss, or a number that is
+            not finite.
     """
     if objective not in DEFAULTS:
         return None
@@ -86,6 +93,9 @@ def preference_loss(objective: str | None, args: PreferenceArguments) -> Prefere
         if name in weights:
             raise UserError(f"--loss_type {chosen['loss_type']}: {name} is there twice")
         weights[name] = chosen["bco_pair_loss_weight" if name == "bco_pair" else "sigmoid_loss_weight"]
+    for name, losses in OF_LOSSES.items():
+        if (value := getattr(args, name)) and not weights.keys() & set(losses):
+            raise UserError(f"--{name} {value} with --loss_type {chosen['loss_type']}: it is of {' and '.join(losses)}")
     if not args.beta > 0:
         raise UserError(f"--beta {args.beta}: give more than 0")
     for name in ("beta", "sigmoid_loss_weight", "bco_pair_loss_weight", "rpo_alpha"):

@@ -17,6 +17,8 @@ from ..ledger import Losses
 from ..plan.packed_state import from_json, to_json
 
 STATE_VERSION = 4
+# Options that a fingerprint leaves out at these values, as before there were others.
+_LEFT_OUT = {"objective": "sft", "share_prefix": False}
 _KINDS: dict[str, Any] = {"epoch": int, "options": dict, "plan": dict | None, "losses": dict}
 
 
@@ -79,7 +81,7 @@ def _compare(saved: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         UserError: an option differs.
     """
     for name in sorted(options.keys() | saved.keys(), key=lambda name: (name == "meta", name)):  # the longest last
-        old, new = saved.get(name), options.get(name)
+        old, new = (each.get(name, _LEFT_OUT.get(name)) for each in (saved, options))
         if old == new:
             continue
         if name == "meta" and isinstance(old, list) and new and len(old) == len(new):

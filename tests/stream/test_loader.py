@@ -17,8 +17,9 @@ from helpers.factory import TINY, write_jsonl, write_shards
 from torch.utils.data import DataLoader
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, packed_collate_fn
+from internvl_pack.ledger import Losses
 from internvl_pack.stream.loader import PackLoader
-from internvl_pack.stream.state import STATE_VERSION
+from internvl_pack.stream.state import STATE_VERSION, make_state, read_state
 
 COUNT = 132
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
@@ -300,6 +301,20 @@ def test_a_state_of_other_options_is_refused_by_their_name(changes, message, jso
     other.load_state_dict(state, check_options=False)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({"objective": "mpo"}, {}, "objective was 'mpo' when the checkpoint was saved and is 'sft' now"),
+        ({}, {"objective": "dpo"}, "objective was 'sft' when the checkpoint was saved and is 'dpo' now"),
+        ({}, {"share_prefix": True}, "share_prefix was False when the checkpoint was saved and is True now"),
+    ],
+)
+def test_an_option_that_stands_in_no_fingerprint_at_its_default_is_named_by_it(before, now, message):
+    state = make_state(0, before, None, Losses().state_dict())
+    with pytest.raises(UserError, match=message):
+        read_state(state, now)
+
+
 def test_options_that_do_not_change_packs_may_differ(jsonl, tokenizer, tmp_path):
     state = loader_of(jsonl, tokenizer).state_dict()
     config = replace(CONFIG, on_error="stop", max_bad_fraction=0.5, survey_dir=str(tmp_path))
@@ -421,8 +436,6 @@ def test_an_image_that_is_damaged_after_the_survey_leaves_its_pack_by_id(tokeniz
     assert steps == [[pair for pair in step if pair[0] not in damaged] for step in expected]
     events = [event for loader in found for event in loader.take_events()]
     assert {event["id"] for event in events} == damaged
-    from internvl_pack.ledger import Losses
-
     losses = Losses.merged(loader.losses.state_dict() for loader in found)
     ledger = found[0].ledger_of(losses)
     ledger.check()

@@ -30,6 +30,15 @@ DEFAULTS = {
     "pad_cu_seqlens_to": None,
     "sequence_parallel_size": 1,
     "sequence_parallel_mode": "ulysses",
+    "cost_model": None,
+    "data_seed": None,
+    "repeat_system_prompt": False,
+    "oversize": "split",
+    "freeze_backbone": False,
+    "use_backbone_lora": 0,
+    "unfreeze_vit_layers": 0,
+    "compile": False,
+    "compile_recompute": "language",
 }
 RING = {"sequence_parallel_size": 2, "sequence_parallel_mode": "ring"}
 TWO = {"per_device_train_batch_size": 2}
@@ -45,6 +54,16 @@ COMBINATIONS = [
     ("preset", {"preset_path": "p", "num_lanes": 8}, None),  # not needed any more, which config.py says
     ("preset", {"preset_path": "p", "shuffle_buffer_size": 9}, "--shuffle_buffer_size with --packing preset"),
     ("preset", {"preset_path": "p", "max_buffer_size": 8}, "--max_buffer_size with --packing preset"),
+    ("preset", {"preset_path": "p", "cost_model": "8B"}, "--cost_model with --packing preset"),
+    ("preset", {"preset_path": "p", "data_seed": 1}, "--data_seed with --packing preset"),
+    ("stream", {"cost_model": "8B", "data_seed": 1}, None),
+    ("stream", {"unfreeze_vit_layers": -4}, "--unfreeze_vit_layers -4 without --freeze_backbone True"),
+    ("stream", {"unfreeze_vit_layers": -4, "freeze_backbone": True}, None),
+    ("padded", {"unfreeze_vit_layers": -4, "use_backbone_lora": 8}, None),
+    ("stream", {"compile_recompute": "all"}, "--compile_recompute all without --compile True"),
+    ("stream", {"compile_recompute": "all", "compile": True}, None),
+    ("padded", {"repeat_system_prompt": True, "oversize": "drop"}, "--repeat_system_prompt True with --oversize drop"),
+    ("stream", {"repeat_system_prompt": True}, None),
     ("in_batch", TWO | {"packing_policy": "greedy"}, "--packing_policy with --packing in_batch"),
     ("in_batch", TWO | {"max_attention_cost": 9}, "--max_attention_cost with --packing in_batch"),
     ("in_batch", TWO | {"max_seq_length": 4096}, None),

@@ -26,6 +26,9 @@ def test_the_objective_has_weights_that_options_replace():
         ({"beta": math.nan}, "--beta nan: give more than 0"),
         ({"sigmoid_loss_weight": math.inf}, "--sigmoid_loss_weight inf: give a finite number"),
         ({"rpo_alpha": math.inf}, "--rpo_alpha inf: give a finite number"),
+        ({"loss_type": "bco_pair", "label_smoothing": 0.1}, "--label_smoothing 0.1 with --loss_type bco_pair"),
+        ({"loss_type": "bco_pair", "sigmoid_loss_weight": 0.5}, "--sigmoid_loss_weight 0.5 with --loss_type bco_pair"),
+        ({"bco_pair_loss_weight": 0.2}, "--bco_pair_loss_weight 0.2 with --loss_type sigmoid: it is of bco_pair"),
     ],
 )
 def test_options_without_a_loss_are_refused(options, message):
