@@ -53,14 +53,22 @@ from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn, to
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.encode.families.base import FAMILIES
 from internvl_pack.encode.families.native import fitted_grid
-from internvl_pack.model.attention import KERNELS, Row, linear, linear_layers, register_packed_attention, select_kernel
+from internvl_pack.model.attention import (
+    KERNELS,
+    Row,
+    attend_row,
+    linear,
+    linear_layers,
+    register_packed_attention,
+    select_kernel,
+)
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.images import normalize_tiles
 from internvl_pack.model.loss import select_loss_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.parity import own_inputs
-from internvl_pack.model.vision.picture_attention import PREFIX, attend_pictures
+from internvl_pack.model.vision.picture_attention import PREFIX
 from internvl_pack.testing.tiny import tiny_native_config, tiny_tokenizer
 
 PARTS = ("kernels", "errors", "isolation", "speed")
@@ -110,6 +118,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 TILE = 448  # pixels along a side of the mix's tiles
+ATTEND = ("internvl_pack::attend", "internvl_pack::attend_backward")  # operations of the profile
 PLAIN_TOKENS = 256  # ids of made-up text are below it
 ERROR_TOKENS = 6144  # of the row whose errors are measured
 SMALLER = 16  # in small: by what texts are divided
@@ -284,7 +293,7 @@ def check_kernels(core: PackedModel, device: torch.device, samples: list[Sample]
     heads, size = vision.num_heads, vision.hidden_size // vision.num_heads
     lengths = [4 * rows * columns for s in samples[:12] for rows, columns in s.grids][:12]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    row = Row(cu_seqlens, max(lengths), size**-0.5)
+    row = Row(cu_seqlens, max(lengths), size**-0.5, causal=False)
     torch.manual_seed(0)
     shape = (sum(lengths), heads, size)
     inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
@@ -296,7 +305,7 @@ def check_kernels(core: PackedModel, device: torch.device, samples: list[Sample]
         return torch.cat(outs, 1).transpose(0, 1)
 
     def by_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
-        return attend_pictures(q, k, v, row.cu_seqlens, row.max_seqlen, row.scale_of(q), name)[0]
+        return attend_row(KERNELS[name], q, k, v, row)[0]
 
     expected = run_kernel(one_by_one, [t.float() for t in inputs], upstream, row)
     base = [relative(g, e) for g, e in zip(run_kernel(one_by_one, inputs, upstream, row), expected, strict=True)]
@@ -560,7 +569,7 @@ def measure(core: PackedModel, kernel: str, ways: list[Way], args: argparse.Name
 
 
 def profile(core: PackedModel, kernel: str, way: Way, device: torch.device, rows: int = 25) -> None:
-    """Kernels of a step by kind; the tower's attention is known by the operation that calls it."""
+    """Kernels of a step by kind; the tower's attention is known by its heads' size."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -571,12 +580,13 @@ def profile(core: PackedModel, kernel: str, way: Way, device: torch.device, rows
             way.step(core, to_device(batch, device)).backward()
             core.zero_grad(set_to_none=True)
         synchronize(device)
-        with profiled(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]) as recorded:
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+        with profiled(activities=activities, record_shapes=True) as recorded:
             started = time.perf_counter()
             way.step(core, to_device(batch, device)).backward()
             synchronize(device)
             whole = time.perf_counter() - started
-    events = recorded.key_averages()
+    events = recorded.key_averages(group_by_input_shape=True)
     of_device = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
     own = (lambda e: e.self_device_time_total) if on_cuda else (lambda e: e.self_cpu_time_total)
     kernels = [e for e in events if e.device_type == of_device]
@@ -584,10 +594,12 @@ def profile(core: PackedModel, kernel: str, way: Way, device: torch.device, rows
     for e in kernels:
         kind = next((k for k, words in KINDS.items() if any(w.lower() in e.key.lower() for w in words)), "other")
         kinds[kind] = kinds.get(kind, 0.0) + own(e)
+    vision = core.config.vision_config
+    size = vision.hidden_size // vision.num_heads  # which the text's heads have not
     tower = sum(
         e.device_time_total if on_cuda else e.cpu_time_total
         for e in events
-        if e.key.startswith("internvl_pack::attend_pictures") and e.device_type == torch.autograd.DeviceType.CPU
+        if e.key in ATTEND and e.device_type == torch.autograd.DeviceType.CPU and e.input_shapes[0][-1] == size
     )
     kinds["attention of the tower"] = tower
     kinds["attention of the text"] = max(0.0, kinds.pop("attention", 0.0) - tower)  # no kernel tells them apart
