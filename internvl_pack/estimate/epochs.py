@@ -38,6 +38,8 @@ SAMPLES = 2_000  # an estimate rests on: a second where they are not known
 KNOWN_SAMPLES = 100_000  # and where their lengths are known
 REMOTE_SAMPLES = 200  # where images are fetched from a server: each takes a request
 REMOTE_SECONDS = 30.0  # then it has to do with those that came
+# Of a `PackingEstimate`: what grows with the samples.
+SCALED = ("samples", "tokens", "tiles", "aligned_tokens", "segments", "split", "trees", "branches", "saved_tokens")
 GOLDEN = 0.6180339887498949  # of the epoch: steps of this length spread evenly, however many are taken
 
 
@@ -306,16 +308,8 @@ def estimate_spread(
     num_packs = _scaled_packs(seen, packs, scale)
     return replace(
         seen,
+        **{name: getattr(seen, name) * scale for name in SCALED},
         packs=num_packs,
-        samples=seen.samples * scale,
-        tokens=seen.tokens * scale,
-        tiles=seen.tiles * scale,
-        aligned_tokens=seen.aligned_tokens * scale,
-        segments=seen.segments * scale,
-        split=seen.split * scale,
-        trees=seen.trees * scale,
-        branches=seen.branches * scale,
-        saved_tokens=seen.saved_tokens * scale,
         refused=Counter({reason: round(count * scale) for reason, count in seen.refused.items()}),
         bounds={"estimated": min(num_packs, seen.bound * scale)},
         steps=math.ceil(num_packs / packs_per_step),

@@ -39,7 +39,7 @@ class LengthTable:
         images: int64 (rows,), 0 where not known; None where notes have it.
         note: of a row that may have to be cut, is a tree, or is refused.
         trees: bool (rows,), which rows are trees; None where there is none.
-        order: int64 (samples,), which row stands at each position; None takes them as they come.
+        order: int64 (samples,), which row stands at each position; None takes all as they come.
         crowds: uint8 (rows,), how tiles are shared among pictures; None where it does not matter.
     """
 
@@ -57,11 +57,11 @@ class LengthTable:
         self.tokens, self.tiles, self.images = tokens, tiles, images
         self._note = note or self._spread
         self._trees = trees
-        self._order = order
+        self._order = np.arange(len(tokens)) if order is None else order
         self._crowds = crowds
 
     def __len__(self) -> int:
-        return len(self.tokens) if self._order is None else len(self._order)
+        return len(self._order)
 
     def drawn(self, num_samples: int, seed: int) -> LengthTable:
         """So many samples of these, each drawn anew.
@@ -72,25 +72,22 @@ class LengthTable:
         if not len(self):
             raise UserError("--samples: there are no lengths to draw from")
         places = np.random.default_rng(seed).integers(0, len(self), num_samples)
-        order = places if self._order is None else self._order[places]
         known: dict[str, Any] = {"note": self._note, "trees": self._trees, "crowds": self._crowds}
-        return LengthTable(self.tokens, self.tiles, self.images, order=order, **known)
+        return LengthTable(self.tokens, self.tiles, self.images, order=self._order[places], **known)
 
     def sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 (samples,) tokens and tiles in the order of the epoch."""
-        return (self.tokens, self.tiles) if self._order is None else (self.tokens[self._order], self.tiles[self._order])
+        return self.tokens[self._order], self.tiles[self._order]
 
     def tile_pairs(self) -> np.ndarray:
         """int64 (samples,), as a `Fragment` has them."""
         if self._crowds is None:
             return np.zeros(len(self), np.int64)
-        crowds = self._crowds if self._order is None else self._crowds[self._order]
-        sizes = zip(self.sizes()[1].tolist(), crowds.tolist(), strict=True)
+        sizes = zip(self.sizes()[1].tolist(), self._crowds[self._order].tolist(), strict=True)
         return np.array([tile_pairs(tiles, crowd) for tiles, crowd in sizes], np.int64)
 
     def part(self, mixture: Mixture, number: int) -> Part:
-        start, stop = number * PART, min((number + 1) * PART, len(self))
-        rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
+        rows = self._order[number * PART : (number + 1) * PART]
         tokens, tiles = self.tokens[rows], self.tiles[rows]
         trees = frozenset() if self._trees is None else frozenset(np.flatnonzero(self._trees[rows]).tolist())
         crowds = None if self._crowds is None else self._crowds[rows]
@@ -243,14 +240,14 @@ def read_lengths(lines: TextIO, name: str) -> LengthTable:
             continue
         try:
             size = int(row[tokens]), int(row[tiles])
+            known = images is not None and len(row) > images and row[images].isdecimal()
+            num_images = min(int(row[images]), MAX_TILES) if images is not None and known else 0
         except (IndexError, ValueError):
             raise UserError(f"{name}:{line}: num_tokens and num_tiles must be whole numbers") from None
         if min(size) < 0:
             raise UserError(f"{name}:{line}: num_tokens and num_tiles cannot be negative")
         if size[0] > MAX_TOKENS or size[1] > MAX_TILES:
             raise UserError(f"{name}:{line}: a sample has {MAX_TOKENS:,} tokens and {MAX_TILES:,} tiles at most")
-        known = images is not None and len(row) > images and row[images].isdecimal()
-        num_images = int(row[images]) if images is not None and known else 0
         for values, value in zip(columns, (*size, num_images), strict=True):
             values.append(value)
     arrays = [np.frombuffer(column, np.int64) for column in columns]

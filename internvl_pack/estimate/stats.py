@@ -42,58 +42,53 @@ SCATTER_ROWS = 4000
 Follow = Callable[[str, int, Iterable[Any]], Iterable[Any]]
 
 
-@dataclass
-class Distribution:
-    """Counts by value: exact quantiles in memory that grows with the number of different values only."""
+def counts_of(values: np.ndarray) -> Counter[int]:
+    """How often each value comes: exact quantiles in memory that grows with the number of different values only."""
+    return Counter(dict(zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True)))
 
-    counts: Counter[int] = field(default_factory=Counter)
 
-    def add(self, values: np.ndarray) -> None:
-        for value, count in zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True):
-            self.counts[value] += count
+def total_of(counts: Mapping[int, int]) -> int:
+    """The sum of the values."""
+    return sum(value * count for value, count in counts.items())
 
-    def merged(self, other: Distribution) -> Distribution:
-        return Distribution(self.counts + other.counts)
 
-    @property
-    def total(self) -> int:
-        return sum(value * count for value, count in self.counts.items())
-
-    def summary(self) -> dict[str, float]:
-        """Total, mean and QUANTILES by name."""
-        number = self.counts.total()
-        return {"total": self.total, "mean": self.total / number if number else 0.0} | {
-            name: quantile(self.counts, share) for name, share in QUANTILES.items()
-        }
+def summary_of(counts: Counter[int]) -> dict[str, float]:
+    """Of the values: total, mean and QUANTILES by name."""
+    total = total_of(counts)
+    quantiles = {name: quantile(counts, share) for name, share in QUANTILES.items()}
+    return {"total": total, "mean": total / counts.total() if counts else 0.0} | quantiles
 
 
 @dataclass
 class DatasetStats:
-    """One dataset's rows, each once. `positions` are its samples an epoch, by repeat_time or weight."""
+    """One dataset's rows, each once: the good ones by their tokens and by their tiles, the others by reason.
+
+    `positions` are its samples an epoch, by repeat_time or weight.
+    """
 
     name: str
     rows: int = 0
     positions: int = 0
-    tokens: Distribution = field(default_factory=Distribution)
-    tiles: Distribution = field(default_factory=Distribution)
+    tokens: Counter[int] = field(default_factory=Counter)
+    tiles: Counter[int] = field(default_factory=Counter)
     loss_tokens: int = 0
     images: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
     def good(self) -> int:
-        return self.tokens.counts.total()
+        return self.tokens.total()
 
     @property
     def supervised_share(self) -> float:
-        return self.loss_tokens / self.tokens.total if self.good else 0.0
+        return self.loss_tokens / total_of(self.tokens) if self.good else 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {
             "good": self.good,
             "reasons": dict(self.reasons.most_common()),
-            "tokens": self.tokens.summary(),
-            "tiles": self.tiles.summary(),
+            "tokens": summary_of(self.tokens),
+            "tiles": summary_of(self.tiles),
             "images": self.images,
             "supervised_share": self.supervised_share,
         }
@@ -102,8 +97,8 @@ class DatasetStats:
         """Some rows: lengths, and the sums of their supervised tokens and images."""
         good = lengths.verdicts != REFUSED
         self.rows += len(good)
-        self.tokens.add(lengths.tokens[good])
-        self.tiles.add(lengths.tiles[good])
+        self.tokens.update(counts_of(lengths.tokens[good]))
+        self.tiles.update(counts_of(lengths.tiles[good]))
         self.loss_tokens += loss_tokens
         self.images += images
 
@@ -128,17 +123,13 @@ class Stats:
         """All datasets' rows, each once."""
         out = DatasetStats("all")
         for d in self.datasets:
-            out.rows += d.rows
-            out.positions += d.positions
-            out.tokens, out.tiles = out.tokens.merged(d.tokens), out.tiles.merged(d.tiles)
-            out.loss_tokens += d.loss_tokens
-            out.images += d.images
-            out.reasons += d.reasons
+            for name in ("rows", "positions", "tokens", "tiles", "loss_tokens", "images", "reasons"):
+                setattr(out, name, getattr(out, name) + getattr(d, name))
         return out
 
     def epoch_tokens(self, dataset: DatasetStats) -> float:
         """Tokens that a dataset gives an epoch, on average over epochs."""
-        return dataset.tokens.total * dataset.positions / dataset.rows if dataset.rows else 0.0
+        return total_of(dataset.tokens) * dataset.positions / dataset.rows if dataset.rows else 0.0
 
     def padding(self) -> dict[str, float]:
         """The share of computed tokens that is padding: batches padded to their longest, by size, and packed rows."""
@@ -146,7 +137,7 @@ class Stats:
         counts: dict[int, float] = defaultdict(float)
         for d in self.datasets:  # as often as an epoch has them
             weight = d.positions / d.rows if d.rows else 0.0
-            for value, count in d.tokens.counts.items():
+            for value, count in d.tokens.items():
                 counts[min(value, room)] += count * weight
         out = {f"batch_{size}": padded_share(counts, size) for size in PADDED_BATCHES}
         p = self.chosen

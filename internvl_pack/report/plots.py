@@ -178,7 +178,7 @@ def _thousands(axis: Any) -> None:
 
 
 def _lengths(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
-    counts = [d.tokens.counts for d in stats.datasets]
+    counts = [d.tokens for d in stats.datasets]
     values = sorted(set().union(*counts))
     axes.set_xlabel("tokens of a sample")
     axes.set_ylabel("samples")

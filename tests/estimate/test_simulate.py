@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -183,6 +184,13 @@ def test_a_row_of_more_tiles_than_tokens_is_dropped_and_counted(oversize, tmp_pa
     report = json.loads(out)
     assert code == 0
     assert (report["samples"], report["packs"], report["dropped"]) == (2, 1, 1)
+
+
+def test_a_number_of_images_beyond_measure_is_as_many_as_there_are_tiles():
+    table = read_lengths(io.StringIO("num_tokens,num_tiles,num_images\n700,2,99999999999999999999\n"), "lengths.csv")
+    known = LengthTable(table.tokens, table.tiles, np.array([2]))
+    found, expected = (one.part(one.mixture(), 0).notes.get(0) for one in (table, known))
+    assert found == expected
 
 
 @pytest.mark.parametrize("rows", ["", "0,0\n"])

@@ -18,7 +18,7 @@ from internvl_pack import cli
 from internvl_pack.config import PackingConfig
 from internvl_pack.encode.tiles import plan_grid
 from internvl_pack.estimate.epochs import estimate_epochs
-from internvl_pack.estimate.stats import Distribution, gather, padded_share
+from internvl_pack.estimate.stats import counts_of, gather, padded_share
 from internvl_pack.packing.tally import quantile
 from internvl_pack.report.plots import write_report
 from internvl_pack.samples import Samples
@@ -148,17 +148,15 @@ def test_a_dataset_without_one_good_sample_is_still_reported(tmp_path, tokenizer
 def test_quantiles_and_expected_padding_match_brute_force():
     rng = random.Random(1)
     values = [rng.randint(1, 50) for _ in range(400)]
-    found = Distribution()
-    found.add(np.array(values[:150]))
-    found.add(np.array(values[150:]))
+    found = counts_of(np.array(values[:150])) + counts_of(np.array(values[150:]))
     for share in (0, 0.1, 0.5, 0.77, 1):
-        assert quantile(found.counts, share) == np.quantile(values, share, method="inverted_cdf")
+        assert quantile(found, share) == np.quantile(values, share, method="inverted_cdf")
     assert padded_share({5: 10}, 8) == 0.0
     # Two lengths, batches of two: half of the batches are mixed and hold (1 + 9) of 18 tokens.
     assert padded_share({1: 1, 9: 1}, 2) == pytest.approx(1 - 5 / (0.25 * 1 + 0.75 * 9))
     drawn = [[rng.choice(values) for _ in range(4)] for _ in range(20000)]
     brute = 1 - sum(map(sum, drawn)) / (4 * sum(map(max, drawn)))
-    assert padded_share(found.counts, 4) == pytest.approx(brute, abs=0.01)
+    assert padded_share(found, 4) == pytest.approx(brute, abs=0.01)
 
 
 @pytest.mark.slow
