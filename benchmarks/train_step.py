@@ -242,7 +242,7 @@ def set_up(core: PackedModel, way: Way) -> Iterator[None]:
     core.model.set_attn_implementation({"text_config": way.attention, "vision_config": way.tiles})
     if way.checkpointing:
         core.gradient_checkpointing_enable()
-    core.mark_compiled(way.compiled)
+    core.is_compiled = way.compiled
     core.head.loss_kernel = core.loss_kernels[way.compiled]
     tower = core.vision_modules[0].encoder.forward
     if isinstance(tower, FusedTower):

@@ -340,7 +340,7 @@ def make_objective(begun: Begun, model_args: ModelArguments, args: PackTrainingA
         as_it_is, kernel = replace(model_args, **AS_IT_IS), begun.model.attn_kernel.name
         with silent("internvl_pack.model"):  # what it would say was said of the trained one
             copy = load_model(as_it_is, begun.data_args, args, begun.data.tokenizer, kernel)
-        copy.share_rows(begun.model.sequence_group)
+        copy.sequence_group = begun.model.sequence_group
         reference = FrozenCopy(copy)
         logger.info("reference: a frozen copy of the model")
     return PairObjective(begun.loss, reference, begun.ranks, args.device)

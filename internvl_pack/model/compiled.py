@@ -101,7 +101,7 @@ def compile_blocks(
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     if packed.head.loss_kernel is loss_and_gradient:
         packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)
-    packed.mark_compiled()
+    packed.is_compiled = True
     logger.info("torch.compile: %d blocks, compiled in the first steps", len(blocks))
     return len(blocks)
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import UserError
-from .attention import linear_layers
+from .attention import linear_layers, run_device
 from .experts import expert_blocks
 from .parts import decoder_layers
 
@@ -44,7 +44,7 @@ def check_fp8(recipe: str, device: torch.device | str | None, compute_dtype: tor
     """Refuse what cannot be run so, before a model is loaded.
 
     Args:
-        device: where it will train; None for CUDA where there is one. On a CPU products are emulated in float32.
+        device: where it will train, see `run_device`. On a CPU products are emulated in float32.
         compute_dtype: of the other products in training.
 
     Raises:
@@ -53,7 +53,7 @@ def check_fp8(recipe: str, device: torch.device | str | None, compute_dtype: tor
     if recipe not in RECIPES:
         raise UserError(f"--fp8 {recipe} is unknown: use {' or '.join(RECIPES)}, or leave it out")
     _torchao()
-    device = _device(device)
+    device = run_device(device)
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -95,7 +95,7 @@ def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None 
         raise UserError(
             f"--fp8 {recipe}: no linear layer of the decoder has both sizes a multiple of {MULTIPLE}; leave it out"
         )
-    emulated = _device(device).type != "cuda"
+    emulated = run_device(device).type != "cuda"
     float8 = _torchao()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
     float8.convert_to_float8_training(layers, config=config, module_filter_fn=_is_suitable)
@@ -107,7 +107,7 @@ def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None 
 def why_slower(packed: PackedModel, device: torch.device | str | None = None) -> str | None:
     """A line where fp8 is no faster than bfloat16, else None; of the model as it will train."""
     width = packed.config.get_text_config().hidden_size
-    if _device(device).type != "cuda":
+    if run_device(device).type != "cuda":
         return f"--fp8 {packed.fp8}: on a CPU products are emulated, for trying it out; they are slower than without"
     if width < WORTHWHILE_WIDTH:
         return (
@@ -124,10 +124,6 @@ def _is_suitable(module: nn.Module, name: str) -> bool:
     if not isinstance(module, nn.Linear) or ".lora_" in name:
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _torchao() -> Any:

@@ -11,6 +11,7 @@ every rank makes the same collective calls whatever its row holds.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,10 @@ from .attention import (
     Kernel,
     Stretches,
     TreeLinks,
-    check_cu_seqlens_form,
     keep_states_apart,
     kernel_of,
     linear_layers,
     packed_row,
-    validate_cu_seqlens,
 )
 from .attention import stretches as make_stretches
 from .attention import tree_links as make_tree_links
@@ -44,6 +43,7 @@ from .fp8 import MULTIPLE as FP8_MULTIPLE
 from .holder import ModelHolder
 from .images import join_without_images, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
+from .row_checks import check_boundaries, check_shapes, tree_problem
 from .towers import Features, make_tower
 
 # Places in the flat row, int64 (M,), and for each of the first decoder layers what is added there, (M, H).
@@ -105,11 +105,10 @@ class PackedModel(ModelHolder):
     ) -> None:
         super().__init__(model)
         self.vision_micro_tiles = vision_micro_tiles
-        self._is_compiled = False
+        self.is_compiled = False  # whether the blocks are, see compiled.py
         self.fp8: str | None = None  # the recipe of its products, see fp8.py
-        self._sequence_group: SequenceGroup | None = None
+        self.sequence_group: SequenceGroup | None = None  # that shares rows, see enable_sequence_parallel
         self.routing: RoutingSums | None = None  # see balance_routers
-        self._mask_stand_in: Tensor | None = None
         self.tower = make_tower(model, family)
         text_config = model.config.get_text_config()
         self.family_is_known = check_family(text_config)
@@ -124,25 +123,6 @@ class PackedModel(ModelHolder):
         keep_states_apart(self.language_model)
         self._has_linear_layers = bool(linear_layers(self.language_model))
         self.head = LabelledHead(model.get_output_embeddings, head_chunk_tokens)
-
-    # --- how it runs -------------------------------------------------------------------------------
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
-
-    def mark_compiled(self, compiled: bool = True) -> None:
-        """Note that the blocks run compiled, as `compile_blocks` does once they do."""
-        self._is_compiled = compiled
-
-    @property
-    def sequence_group(self) -> SequenceGroup | None:
-        """The ranks that share a row; None where each has its own."""
-        return self._sequence_group
-
-    def share_rows(self, group: SequenceGroup | None) -> None:
-        """Run packs over `group` from now on; `enable_sequence_parallel` checks first that the model goes with it."""
-        self._sequence_group = group
 
     # --- parts -------------------------------------------------------------------------------------
 
@@ -191,11 +171,7 @@ class PackedModel(ModelHolder):
 
     def is_picture(self, ids: Tensor) -> Tensor:
         """Which tokens are those that features replace: bool like `ids`."""
-        first, *others = self.picture_token_ids
-        found = ids == first
-        for token_id in others:
-            found = found | (ids == token_id)
-        return found
+        return functools.reduce(torch.logical_or, [ids == token_id for token_id in self.picture_token_ids])
 
     def as_text(self, ids: Tensor) -> Tensor:
         """`ids` with another token of the vocabulary in the place of those that features replace."""
@@ -258,24 +234,29 @@ class PackedModel(ModelHolder):
         Raises:
             ValueError: shapes, boundaries or image tokens that do not fit together.
         """
-        _check_shapes(input_ids, labels=labels, loss_weight=loss_weight)
-        self._check_positions(input_ids, position_ids)
+        check_shapes(input_ids, position_ids, self.grid_positions, labels=labels, loss_weight=loss_weight)
         cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
         tree_links = linear = None
         if cu_seqlens is not None:
-            self._check_boundaries(cu_seqlens, max_seqlen, input_ids, position_ids, attention_mask, prefix_of)
+            row = (input_ids, position_ids, attention_mask, prefix_of)
+            check_boundaries(cu_seqlens, max_seqlen, *row, self._longest_exact_segment)
             if prefix_of is not None:
-                self._check_trees(cu_seqlens_padded)
+                if problem := self.tree_problem:
+                    raise UserError(problem)
+                if cu_seqlens_padded is not None:
+                    raise UserError("prefix trees have no pads between segments: leave --pad_seq_to_mult at 1")
                 tree_links = make_tree_links(cu_seqlens.cpu(), prefix_of.cpu(), input_ids.device)
             if self._has_linear_layers:
                 prefixes = None if prefix_of is None else prefix_of.cpu()
                 linear = make_stretches(cu_seqlens.cpu(), prefixes, input_ids.device)
         on_device = None if cu_seqlens is None else cu_seqlens.to(input_ids.device, non_blocking=True)
         part = RowSlice.whole(on_device, max_seqlen)
-        if self.sequence_group is not None:
-            part = self._own_slice(cu_seqlens, max_seqlen, input_ids.device, self.sequence_group)
+        if (group := self.sequence_group) is not None:
+            if cu_seqlens is None or max_seqlen is None:
+                raise ValueError("sequence parallelism cuts packed rows only: the batch has no cu_seqlens")
+            part = row_slice(cu_seqlens, max_seqlen, group.rank, group.size, group.mode, input_ids.device)
             num_loss_tokens = num_slice_loss_tokens
         if pixel_values is not None and len(pixel_values) and not self.has_vision:
             raise ValueError(f"{len(pixel_values)} tiles for {type(self.model).__name__}, which has no vision tower")
@@ -305,7 +286,7 @@ class PackedModel(ModelHolder):
             self._add_loss(output, hidden, targets, own_weights, loss_normalizer, num_loss_tokens, part)
         if labels is None or return_logits:
             logits = self.model.get_output_embeddings()(hidden)
-            output.logits = gather_row(logits, cu_seqlens, self.sequence_group)
+            output.logits = gather_row(logits, cu_seqlens, group)
         return output
 
     def balance_routers(self) -> None:
@@ -316,87 +297,12 @@ class PackedModel(ModelHolder):
         """
         self.routing = RoutingSums(self.language_model)
 
-    def _check_positions(self, input_ids: Tensor, position_ids: Tensor | None) -> None:
-        axes = (3,) if self.grid_positions else ()
-        if position_ids is not None and position_ids.shape != (*axes, *input_ids.shape):
-            rule = " with three axes before: collate with grid_positions=True" if axes else ""
-            raise ValueError(
-                f"position_ids is {tuple(position_ids.shape)}, input_ids is {tuple(input_ids.shape)}: they must agree"
-                + rule
-            )
-
-    @staticmethod
-    def _own_slice(
-        cu_seqlens: Tensor | None, max_seqlen: int | None, device: torch.device, group: SequenceGroup
-    ) -> RowSlice:
-        if cu_seqlens is None or max_seqlen is None:
-            raise ValueError("sequence parallelism cuts packed rows only: the batch has no cu_seqlens")
-        return row_slice(cu_seqlens, max_seqlen, group.rank, group.size, group.mode, device)
-
-    def _check_boundaries(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int | None,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        prefix_of: Tensor | None = None,
-    ) -> None:
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
-        if attention_mask is not None:
-            raise ValueError("attention_mask and cu_seqlens together: a pack's boundaries say all, leave the mask out")
-        if max_seqlen is None or position_ids is None:
-            raise ValueError("a pack needs max_seqlen (the longest segment, a Python int) and position_ids")
-        if cu_seqlens.device.type == "cpu":
-            validate_cu_seqlens(cu_seqlens, input_ids.shape[1], max_seqlen)
-        else:
-            check_cu_seqlens_form(cu_seqlens, max_seqlen)
-        starts, longest = torch.zeros_like(cu_seqlens[:-1]), max_seqlen
-        if prefix_of is not None:
-            lengths, before = cu_seqlens.diff(), prefix_of.to(cu_seqlens.device)
-            starts = lengths[before.clamp(min=0).long()] * (before >= 0)
-            longest = int((lengths + starts).max())
-        if position_ids.device.type == cu_seqlens.device.type == "cpu":
-            first = position_ids.flatten(0, -2)[0, cu_seqlens[:-1].long()]
-            if position_ids.ndim == 3:  # where a branch goes on depends on the pictures of its prefix
-                starts = first.where(starts > 0, 0).to(starts.dtype)
-            if not torch.equal(first, starts.to(first.dtype)):
-                segment = int((first != starts).nonzero()[0])
-                rule = f"go on at its prefix's length, {starts[segment]}" if starts[segment] else "restart at 0"
-                raise ValueError(f"position_ids must {rule}: segment {segment} starts at {int(first[segment])}")
-        limit = self._longest_exact_segment
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"a segment of {longest} tokens with a rotary scaling that depends on the row's longest position: "
-                f"lower --max_seq_length to {limit}, or set a static rope_type in the model's config"
-            )
-
     @property
-    def takes_trees(self) -> bool:
-        """Whether rows with prefix trees go through it as it is set up."""
-        try:
-            self._check_trees(None)
-        except UserError:
-            return False
-        return True
-
-    def _check_trees(self, cu_seqlens_padded: Tensor | None) -> None:
-        """Refuse what prefix trees do not go with.
-
-        Raises:
-            UserError: pads within segments, ring attention, sliding windows, attention sinks.
-        """
-        text_config = self.config.get_text_config()
-        if cu_seqlens_padded is not None:
-            raise UserError("prefix trees have no pads between segments: leave --pad_seq_to_mult at 1")
+    def tree_problem(self) -> str | None:
+        """Why rows with prefix trees do not go through it as it is set up; None where they do."""
         if self.sequence_group is not None and self.sequence_group.mode == "ring":
-            raise UserError("prefix trees with --sequence_parallel_mode ring: use ulysses")
-        if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
-            raise UserError(
-                f"prefix trees with {text_config.model_type!r}, whose layers have sliding windows: a branch would not "
-                "see all of its prefix; use a model without windows"
-            )
+            return "prefix trees with --sequence_parallel_mode ring: use ulysses"
+        return tree_problem(self.config.get_text_config())
 
     def _with_images(
         self,
@@ -478,11 +384,12 @@ class PackedModel(ModelHolder):
         deep: _DeepFeatures | None = None,
         linear: Stretches | None = None,
     ) -> Tensor:
-        """Hidden states (B, N, H); use_cache is given because its default makes a cache, and with it a leak."""
+        """Hidden states (B, N, H)."""
         num_tokens = embeddings.shape[1]
         if multiple := self._row_multiple(part):
             row = embeddings, position_ids, part, attention_mask
             embeddings, position_ids, part, attention_mask = fill_row(*row, multiple)
+        # The default of use_cache makes a cache, and with it a leak.
         inputs: dict[str, Any] = {"inputs_embeds": embeddings, "position_ids": position_ids, "use_cache": False}
         if deep is not None:
             inputs["deep_features"] = deep
@@ -490,8 +397,11 @@ class PackedModel(ModelHolder):
             hidden = self.language_model(**inputs, attention_mask=attention_mask).last_hidden_state
         else:
             assert part.max_seqlen is not None, "as of any pack"
+            # Stands for a finished 4D mask, which packed attention does not read: without one transformers asks the
+            # device whether positions restart, before it asks us for a mask.
+            mask = embeddings.new_zeros((1, 1, 1, 1))
             with packed_row(part.cu_seqlens, part.max_seqlen, self.sequence_group, tree_links, linear) as names:
-                hidden = self.language_model(**inputs, attention_mask=self._no_mask, **names).last_hidden_state
+                hidden = self.language_model(**inputs, attention_mask=mask, **names).last_hidden_state
         return hidden[:, :num_tokens]
 
     def _row_multiple(self, part: RowSlice) -> int | None:
@@ -499,16 +409,6 @@ class PackedModel(ModelHolder):
         if self.is_compiled and part.cu_seqlens is not None and self.sequence_group is None and self.routing is None:
             return MULTIPLE
         return FP8_MULTIPLE if self.fp8 else None
-
-    @property
-    def _no_mask(self) -> Tensor:
-        """Stands for a finished 4D mask, which packed attention does not read.
-
-        Without one transformers asks the device whether positions restart, before it asks us for a mask.
-        """
-        if self._mask_stand_in is None or self._mask_stand_in.device != self.device:
-            self._mask_stand_in = torch.zeros((1, 1, 1, 1), device=self.device)
-        return self._mask_stand_in
 
     def _add_loss(
         self,
@@ -560,11 +460,3 @@ def true_positions(mask: Tensor, count: int | None) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=mask.device)
     return torch.nonzero_static(mask, size=count, fill_value=0).squeeze(1)
-
-
-def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids must be (1, N) or (B, L), is {tuple(input_ids.shape)}")
-    for name, tensor in others.items():
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, input_ids is {tuple(input_ids.shape)}: they must agree")

@@ -24,7 +24,7 @@ from ..batch.loss_weights import IGNORE_INDEX
 from ..checkpoints.internvl_format import is_internvl_format, native_config
 from ..errors import UserError
 from ..packing.cost import CostModel
-from .attention import register_packed_attention, select_kernel
+from .attention import register_packed_attention, run_device, select_kernel
 from .compiled import compile_blocks
 from .loss import select_loss_kernel
 from .packed import PackedModel
@@ -77,7 +77,7 @@ def measure_rate(
     Raises:
         UserError: a config that cannot be built, no samples, or not even the smallest row fits the memory.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = run_device(None)
     on_gpu = device.type == "cuda"
     compiled = compiled and on_gpu
     config = full_config(settings)

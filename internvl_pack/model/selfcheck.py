@@ -61,7 +61,7 @@ def _check(core: PackedModel, call: Callable[..., Any], device: torch.device | s
     for changed, watched in ((0, 1), (1, 0)):
         where = "after" if watched < changed else "before"
         row.check(changed, {watched: "a segment"}, f"the one {where} it")
-    if not core.takes_trees:
+    if core.tree_problem is not None:
         return
     prefix, *branches = segments[0], *({"ids": _segment(core, seed)["ids"][:TOKENS_OF_TEXT]} for seed in (2, 3))
     row = _Row(core, call, [prefix, *branches], device, prefix_of=[-1, 0, 0])

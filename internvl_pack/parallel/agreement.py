@@ -48,7 +48,7 @@ class Agreement:
         """`batches`, each replaced by the first rank's where they differ; all ranks of the group iterate together.
 
         Raises:
-                OtherRankFailed: another rank's reading failed; this rank's own error is raised as it is.
+            OtherRankFailed: another rank's reading failed; this rank's own error is raised as it is.
         """
         source = iter(batches)
         while True:

@@ -93,10 +93,10 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
         UserError: heads, kernel, layers or products of the model that do not go with it.
     """
     if group is None or group.size == 1:
-        packed.share_rows(None)
+        packed.sequence_group = None
         return
     check_fp8(packed.fp8, group.size)
     check_pictures(packed.tower, packed.config.model_type, group.size)
     for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
-    packed.share_rows(group)
+    packed.sequence_group = group

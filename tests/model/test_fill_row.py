@@ -46,7 +46,7 @@ def test_positions_by_time_height_and_width_are_filled_too():
 def test_a_compiled_model_sees_few_lengths_and_gives_the_same(tokenizer, made):
     """The mark alone: what the compiler makes of it is test_compiled.py's."""
     plain, filled = tiny_packed(tokenizer), tiny_packed(tokenizer)
-    filled.mark_compiled()
+    filled.is_compiled = True
     row = packed_batch(made(tokenizer))
     assert row["input_ids"].shape[1] % MULTIPLE
     seen = []

@@ -316,5 +316,5 @@ def test_the_log_says_where_it_does_not_pay(tokenizer):
     assert "does not pay for a language model of width 64" in why_slower(packed, "cuda")
     packed.config.get_text_config().hidden_size = 4096
     assert "without --compile" in why_slower(packed, "cuda")
-    packed.mark_compiled()
+    packed.is_compiled = True
     assert why_slower(packed, "cuda") is None

@@ -103,7 +103,7 @@ def test_a_branch_that_does_not_see_its_prefix_is_refused(tokenizer, monkeypatch
 
 def test_a_model_that_takes_no_trees_is_checked_without(tokenizer):
     packed = tiny_packed(tokenizer, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    assert not packed.takes_trees and tiny_packed(tokenizer).takes_trees
+    assert packed.tree_problem and not tiny_packed(tokenizer).tree_problem
     check_isolation(packed)
 
 

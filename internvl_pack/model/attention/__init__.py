@@ -11,7 +11,7 @@ boundaries.py     checks of cu_seqlens
 
 from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
 from .compiled_op import attend_row, attention_operation
-from .kernels import HALF, KERNELS, Gradients, Kernel, Row, register_kernel
+from .kernels import HALF, KERNELS, Gradients, Kernel, Row, register_kernel, run_device
 from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
@@ -35,6 +35,7 @@ __all__ = [
     "packed_row",
     "register_kernel",
     "register_packed_attention",
+    "run_device",
     "select_kernel",
     "stretches",
     "tree_links",

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .kernels import run_device
+
 logger = logging.getLogger(__name__)
 
 # What takes boundaries, by the module that has it.
@@ -128,9 +130,7 @@ def log_linear_attention(language_model: nn.Module, device: torch.device | str |
     """Say in the log how its linear layers will run, where it has some."""
     if not linear_layers(language_model):
         return
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = run_device(device)
     if takes_rows(device):
         logger.info("linear attention: whole rows, by flash-linear-attention and causal-conv1d")
         return

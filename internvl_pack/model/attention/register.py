@@ -29,7 +29,7 @@ from torch import Tensor
 from ...errors import UserError
 from ...parallel.group import SequenceGroup
 from .compiled_op import attend_row
-from .kernels import HALF, KERNELS, Kernel, Row
+from .kernels import HALF, KERNELS, Kernel, Row, run_device
 from .linear import Stretches
 from .ring import ring_attention
 from .sinks import attend_with_sinks, masked_attention_with_sinks
@@ -70,13 +70,8 @@ def packed_row(
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
         }
-        if sequence_group is not None:
-            names["sequence_group"] = sequence_group
-        if tree_links is not None:
-            names["tree_links"] = tree_links
-        if stretches is not None:
-            names["stretches"] = stretches
-        yield names
+        more = {"sequence_group": sequence_group, "tree_links": tree_links, "stretches": stretches}
+        yield names | {name: value for name, value in more.items() if value is not None}
     finally:
         _in_packed_row.reset(token)
 
@@ -87,15 +82,13 @@ def select_kernel(
     """The kernel called `name`, or with `auto` the first of KERNELS that runs on `device`.
 
     Args:
-        device: where the model will run; None means CUDA where there is one.
+        device: see `run_device`.
         compute_dtype: of q, k and v in training, so under autocast that of the autocast.
 
     Raises:
         UserError: an unknown name, or a kernel that was asked for and cannot run so.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = run_device(device)
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if _problem(kernel, device, compute_dtype) is None)
     if name not in KERNELS:

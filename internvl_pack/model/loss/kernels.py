@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...batch.loss_weights import IGNORE_INDEX
 from ...errors import UserError
+from ..attention import run_device
 from .head import LossKernel, loss_and_gradient
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def select_loss_kernel(name: str, device: torch.device | str | None, dtype: torc
     """The kernel called `name`; with `auto` liger's where it is installed, runs and gives the same loss.
 
     Args:
-        device, dtype: where (None for CUDA where there is one) and in what the logits will be computed.
+        device, dtype: where (see `run_device`) and in what the logits will be computed.
 
     Raises:
         UserError: an unknown name, or `liger` where it cannot be used.
@@ -44,9 +45,7 @@ def select_loss_kernel(name: str, device: torch.device | str | None, dtype: torc
         raise UserError(f"--loss_kernel {name!r} is unknown: use {', '.join(LOSS_KERNELS)}")
     if name == "torch":
         return loss_and_gradient
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = liger_problem(torch.device(device), dtype)
+    problem = liger_problem(run_device(device), dtype)
     if problem is None:
         logger.info("loss kernel: liger")
         return liger_loss_and_gradient

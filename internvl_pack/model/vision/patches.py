@@ -8,7 +8,7 @@ long for it, forward and for the weight's gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,10 @@ ALIGNMENT = 8  # columns of bfloat16 that tensor cores want together: 3 * 14 * 1
 
 def compile_patches(packed: PackedModel, backend: str | Callable[..., Any]) -> None:
     """Let the vision tower's patch embedding, where it can be one, be a compiled matrix product."""
-    modules = packed.vision_modules[0].modules() if packed.has_vision else ()
-    for module in modules:
-        if isinstance(module, nn.Conv2d) and is_patch_projection(module):
+    for module in packed.vision_modules[0].modules():
+        if is_patch_projection(module):
             product = torch.compile(project_patches, dynamic=True, backend=backend)
-            place: nn.Module = module
-            place.forward = PatchProjection(module, product)
+            module.forward = PatchProjection(cast(nn.Conv2d, module), product)
 
 
 def is_patch_projection(module: nn.Module) -> bool:

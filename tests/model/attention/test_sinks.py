@@ -111,6 +111,12 @@ def test_its_layers_compile_and_are_checkpointed(tokenizer):
         assert (gradient - wanted[name]).norm() <= 1e-5 * wanted[name].norm() + 1e-9, name
 
 
+def test_it_takes_no_trees_without_windows_either(tokenizer):
+    packed = tiny_packed(tokenizer, "gpt_oss", layer_types=["full_attention"] * 2)
+    assert "attention sinks" in packed.tree_problem
+    check_isolation(packed)
+
+
 def test_its_row_is_not_shared_among_gpus(tokenizer):
     config = gpt_oss(tokenizer).config.text_config
     for mode in ("ulysses", "ring"):

@@ -22,9 +22,9 @@ A kernel is a file with a `KERNEL`, and a place among these; one from elsewhere 
 """
 
 from . import fa4, flash_attn, sdpa, varlen
-from .base import HALF, Gradients, Kernel, Row
+from .base import HALF, Gradients, Kernel, Row, run_device
 
-__all__ = ["HALF", "KERNELS", "Gradients", "Kernel", "Row", "register_kernel"]
+__all__ = ["HALF", "KERNELS", "Gradients", "Kernel", "Row", "register_kernel", "run_device"]
 
 # By name. `auto` takes the first that runs on the device in the type of the run.
 KERNELS: dict[str, Kernel] = {module.KERNEL.name: module.KERNEL for module in (fa4, flash_attn, varlen, sdpa)}

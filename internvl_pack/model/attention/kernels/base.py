@@ -97,6 +97,11 @@ class Kernel:
         return "internvl_pack_" + self.name.replace("flash_attn", "fa").replace("sdpa", "segments")
 
 
+def run_device(device: torch.device | str | None) -> torch.device:
+    """Where a model will run; None means CUDA where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def needs_ampere(device: torch.device) -> str | None:
     """Why flash attention does not run on the device, if it does not."""
     if device.type != "cuda" or not torch.cuda.is_available():
