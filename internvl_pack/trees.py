@@ -79,13 +79,15 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     Raises:
         ValueError: a batch without `cu_seqlens`, a model that shares its rows over GPUs, what `tree_batch` refuses.
     """
-    if getattr(model, "sequence_group", None) is not None:
+    packed = model
+    while hasattr(packed, "module"):
+        packed = packed.module
+    if packed.sequence_group is not None:
         raise ValueError("log-probabilities of branches are of whole rows: the model shares them over a sequence group")
     batch: Mapping[str, Any]
     if isinstance(trees, Mapping):
         batch = trees
     else:
-        packed = _unwrapped(model)
         _check_ends(trees, packed.picture_token_ids)
         batch = tree_batch(trees, picture_token_ids=packed.picture_token_ids if packed.grid_positions else ())
     if "cu_seqlens" not in batch:
@@ -99,12 +101,6 @@ def logprobs(model: Any, trees: Sequence[Tree] | Mapping[str, Any]) -> list[Tens
     counts = torch.searchsorted(out.target_positions, ends).diff(prepend=ends.new_zeros(1)).tolist()
     parts = out.target_logprobs.split(counts)
     return [part for part, wanted in zip(parts, is_branch, strict=True) if wanted]
-
-
-def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def _check_ends(trees: Sequence[Tree], picture_token_ids: Sequence[int]) -> None:

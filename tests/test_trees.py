@@ -96,3 +96,11 @@ def test_what_is_no_tree_is_refused(tokenizer):
         logprobs(packed, [Tree(prompt=[1, 2], answers=[[3]]), Tree(prompt=[1, *[image] * 4], answers=[[3], [4]])])
     with pytest.raises(ValueError, match="the batch is padded"):
         logprobs(packed, {"input_ids": torch.zeros(1, 2)})
+
+
+def test_a_model_that_shares_its_rows_is_refused_also_within_a_wrapper(tokenizer):
+    packed, wrapper = tiny_packed(tokenizer), torch.nn.Module()
+    wrapper.module, packed.sequence_group = packed, object()
+    for model in (packed, wrapper):
+        with pytest.raises(ValueError, match="shares them over a sequence group"):
+            logprobs(model, [Tree(prompt=[1, 2], answers=[[3]])])

@@ -13,7 +13,7 @@ from ..encode.tiles import TileOptions, tokens_per_tile
 from ..errors import UserError
 from ..options import make, options_of
 from ..sources.names import meant
-from .internvl_format_files import chat_style, config_of, patch_size_of
+from .internvl_format_files import chat_style, config_of
 
 
 def encode_config_of(checkpoint: str | Path, **options: Any) -> EncodeConfig:
@@ -71,10 +71,10 @@ def encode_config(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> 
         )
     size, ratio = options.get("force_image_size"), options.get("down_sample_ratio")
     if size is None:
-        size = image_size_of(checkpoint)
+        size = _vision_side(checkpoint, "image_size", EncodeConfig.image_size)
     if ratio is None:
         ratio = checkpoint.get("downsample_ratio", TileOptions.down_sample_ratio)
-    tokens = tokens_per_tile(size, patch_size_of(checkpoint), ratio)
+    tokens = tokens_per_tile(size, _vision_side(checkpoint, "patch_size", 14), ratio)
     return make(EncodeConfig, options, image_size=size, tokens_per_tile=tokens)
 
 
@@ -93,7 +93,7 @@ def default_tiles(checkpoint: Mapping[str, Any], max_packed_tokens: int) -> int:
     return max_packed_tokens if native else PackingConfig.num_images_expected
 
 
-def image_size_of(config: Mapping[str, Any]) -> int:
-    """Pixels along a tile, from a checkpoint's config; the default of `EncodeConfig` where it does not say."""
-    size = config.get("vision_config", config).get("image_size", EncodeConfig.image_size)
+def _vision_side(config: Mapping[str, Any], name: str, default: int) -> int:
+    """Pixels along a tile or a patch, from a checkpoint's config, which may give both sides, or none."""
+    size = config.get("vision_config", config).get(name, default)
     return size if isinstance(size, int) else size[0]

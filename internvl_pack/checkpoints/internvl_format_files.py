@@ -75,12 +75,6 @@ def config_of(source: str | Path | None) -> dict[str, Any]:
     return config
 
 
-def patch_size_of(config: Mapping[str, Any]) -> int:
-    """Pixels along a patch of the vision tower, from a checkpoint's config; 14 where it does not say."""
-    size = config.get("vision_config", config).get("patch_size", 14)
-    return size if isinstance(size, int) else size[0]
-
-
 def chat_style(given: str | None, config: Mapping[str, Any]) -> str:
     """The chat format of a run: the user's, else the one in the config of a checkpoint in InternVL's format, else its
     family's.

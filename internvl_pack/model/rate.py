@@ -82,7 +82,6 @@ def measure_rate(
     compiled = compiled and on_gpu
     config = full_config(settings)
     depths = config.vision_config.num_hidden_layers, config.get_text_config().num_hidden_layers
-    rows = rows_of(samples, budget, (config.vision_config.image_size[0] // 28) ** 2)
 
     def packed_model() -> PackedModel:
         packed = _few_layers(full_config(settings), device)
@@ -93,6 +92,7 @@ def measure_rate(
         return packed
 
     packed = packed_model()
+    rows = rows_of(samples, budget, packed.tokens_per_tile)
     if not on_gpu:
         affordable = SECONDS / (2 * 3 * _seconds(packed, rows[-1], repeats=0))
         rows = rows[-max(1, int(affordable).bit_length()) :]

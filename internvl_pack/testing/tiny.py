@@ -119,20 +119,15 @@ LANGUAGE_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss")
 FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 
 
-def tiny_text_config(
-    llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 64, num_layers: int = 2, **overrides: Any
-) -> PreTrainedConfig:
-    """Config of a tiny language model of a family, with grouped-query heads (4 query, 2 key-value)."""
-    from transformers import AutoConfig
-
-    settings = {
+def _text_settings(vocab_size: int, hidden_size: int, num_layers: int) -> dict[str, Any]:
+    """Of every tiny decoder: grouped-query heads, 4 of the queries and 2 of keys and values."""
+    return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": hidden_size // 4,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
         "initializer_range": 0.05,
@@ -140,6 +135,15 @@ def tiny_text_config(
         "eos_token_id": None,
         "pad_token_id": None,  # a pad row of a partitioned embedding breaks ZeRO-3's start
     }
+
+
+def tiny_text_config(
+    llm: str = "qwen2", *, vocab_size: int, hidden_size: int = 64, num_layers: int = 2, **overrides: Any
+) -> PreTrainedConfig:
+    """Config of a tiny language model of a family."""
+    from transformers import AutoConfig
+
+    settings = _text_settings(vocab_size, hidden_size, num_layers) | {"head_dim": hidden_size // 4}
     if llm == "qwen3_moe":
         settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     if llm == "gpt_oss":
@@ -203,20 +207,7 @@ def tiny_native_config(
     """Config of a tiny model of native resolution: tokens of 28 or 32 pixels a side, 2 vision and 2 decoder layers."""
     from transformers import AutoConfig
 
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    text = _text_settings(len(tokenizer), hidden_size, num_layers)
     turned = 0.5 if family.startswith("qwen3_5") else 1.0  # of a head's elements, by the rotary embedding
     section = int(hidden_size // 8 * turned)  # rotary frequencies of a head, shared among time, height and width
     axis = section // 3

@@ -58,6 +58,12 @@ def test_seconds_are_those_of_all_layers(llm, tokenizer, monkeypatch):
     assert found.operations_per_second == CostModel.from_config(settings).of_pack(seen[0]) / found.seconds
 
 
+def test_tiles_of_more_tokens_leave_room_for_text(tokenizer):
+    settings = tiny_internvl_config(tokenizer, patch_size=7).to_dict()  # 16 tokens a tile, not 4
+    found = rate.measure_rate(settings, [(20, 3)] * 20, (256, 99))
+    assert (found.tokens, found.tiles) == (256, 12)
+
+
 def test_the_command_measures(tokenizer, tmp_path, capsys):
     tiny_internvl_config(tokenizer).save_pretrained(tmp_path)
     lengths = tmp_path / "lengths.csv"
