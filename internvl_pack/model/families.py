@@ -162,3 +162,16 @@ def longest_exact_segment(text_config: Any) -> int | None:
     if not kinds & ROW_DEPENDENT_ROPE:
         return None
     return rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
+
+
+def tree_problem(text_config: Any) -> str | None:
+    """Why prefix trees do not go with a language model, or None: with windows or with attention sinks."""
+    kind = text_config.model_type
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return (
+            f"prefix trees with {kind!r}, whose layers have sliding windows: a branch would not see all of its prefix; "
+            "use a model without windows"
+        )
+    if kind == "gpt_oss":
+        return f"prefix trees with {kind!r}: its attention sinks are not joined with a prefix's; use a model without"
+    return None

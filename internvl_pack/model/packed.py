@@ -29,6 +29,7 @@ from .attention import (
     Kernel,
     Stretches,
     TreeLinks,
+    check_boundaries,
     keep_states_apart,
     kernel_of,
     linear_layers,
@@ -37,13 +38,12 @@ from .attention import (
 from .attention import stretches as make_stretches
 from .attention import tree_links as make_tree_links
 from .experts import RoutingSums, real_tokens
-from .families import check_family, logit_scale, longest_exact_segment
+from .families import check_family, logit_scale, longest_exact_segment, tree_problem
 from .fill_row import MULTIPLE, fill_row
 from .fp8 import MULTIPLE as FP8_MULTIPLE
 from .holder import ModelHolder
 from .images import join_without_images, place_features, zero_tile
 from .loss import DEFAULT_CHUNK_TOKENS, LabelledHead
-from .row_checks import check_boundaries, check_shapes, tree_problem
 from .towers import Features, make_tower
 
 # Places in the flat row, int64 (M,), and for each of the first decoder layers what is added there, (M, H).
@@ -148,12 +148,6 @@ class PackedModel(ModelHolder):
         return [] if self.tower is None else self.tower.modules
 
     @property
-    def vision_dtype(self) -> torch.dtype:
-        """Of the vision tower's weights, and of what goes into it."""
-        assert self.tower is not None, "asked of models that have one"
-        return self.tower.dtype
-
-    @property
     def tokens_per_tile(self) -> int:
         assert self.tower is not None, "asked of models that have one"
         return self.tower.tokens_per_tile
@@ -234,7 +228,7 @@ class PackedModel(ModelHolder):
         Raises:
             ValueError: shapes, boundaries or image tokens that do not fit together.
         """
-        check_shapes(input_ids, position_ids, self.grid_positions, labels=labels, loss_weight=loss_weight)
+        _check_shapes(input_ids, position_ids, self.grid_positions, labels=labels, loss_weight=loss_weight)
         cu_seqlens_unpadded = cu_seqlens
         if cu_seqlens_padded is not None:
             cu_seqlens = cu_seqlens_padded
@@ -353,7 +347,7 @@ class PackedModel(ModelHolder):
         assert self.tower is not None, "called for models that have one"
         size = self.tower.tile_size
         if pixel_values is None or not len(pixel_values):
-            return zero_tile(size, device, self.vision_dtype)
+            return zero_tile(size, device, self.tower.dtype)
         if tuple(pixel_values.shape[-2:]) != size:
             raise ValueError(f"tiles of {tuple(pixel_values.shape[-2:])}, the model's are {size}")
         return pixel_values.to(device, non_blocking=True)
@@ -460,3 +454,17 @@ def true_positions(mask: Tensor, count: int | None) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=mask.device)
     return torch.nonzero_static(mask, size=count, fill_value=0).squeeze(1)
+
+
+def _check_shapes(
+    input_ids: Tensor, position_ids: Tensor | None, grid_positions: bool, **others: Tensor | None
+) -> None:
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids must be (1, N) or (B, L), is {tuple(input_ids.shape)}")
+    shape = tuple(input_ids.shape)
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, input_ids is {shape}: they must agree")
+    if position_ids is not None and position_ids.shape != ((3, *shape) if grid_positions else shape):
+        rule = " with three axes before: collate with grid_positions=True" if grid_positions else ""
+        raise ValueError(f"position_ids is {tuple(position_ids.shape)}, input_ids is {shape}: they must agree" + rule)

@@ -165,14 +165,14 @@ def check_packed(use_packed_ds: bool, sequence_parallel_size: int) -> None:
         )
 
 
-def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode: str) -> list[str]:
+def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode: str) -> str | None:
     """All that can be said of a model.
 
     Args:
         kernel: name of its attention kernel.
 
     Returns:
-        lines for the log.
+        as check_heads.
 
     Raises:
         UserError: the first thing that does not go.
@@ -184,5 +184,4 @@ def check_model(text_config: Any, kernel: str, sequence_parallel_size: int, mode
     check_linear(text_config, sequence_parallel_size)
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    line = check_heads(heads, kv_heads, sequence_parallel_size, mode)
-    return [line] if line else []
+    return check_heads(heads, kv_heads, sequence_parallel_size, mode)

@@ -97,6 +97,6 @@ def enable_sequence_parallel(packed: Any, group: SequenceGroup | None) -> None:
         return
     check_fp8(packed.fp8, group.size)
     check_pictures(packed.tower, packed.config.model_type, group.size)
-    for line in check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
+    if line := check_model(packed.config.get_text_config(), packed.attn_kernel.name, group.size, group.mode):
         logger.info(line)
     packed.sequence_group = group

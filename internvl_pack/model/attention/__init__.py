@@ -9,7 +9,7 @@ ulysses.py, ring.py    attention of a row that several ranks share
 boundaries.py     checks of cu_seqlens
 """
 
-from .boundaries import check_cu_seqlens_form, validate_cu_seqlens
+from .boundaries import check_boundaries, validate_cu_seqlens
 from .compiled_op import attend_row, attention_operation
 from .kernels import HALF, KERNELS, Gradients, Kernel, Row, register_kernel, run_device
 from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
@@ -26,7 +26,7 @@ __all__ = [
     "TreeLinks",
     "attend_row",
     "attention_operation",
-    "check_cu_seqlens_form",
+    "check_boundaries",
     "keep_states_apart",
     "kernel_of",
     "linear_layers",

@@ -1,9 +1,14 @@
-"""The checks of a pack's boundaries, on the host, before any kernel reads them."""
+"""The checks of a pack's boundaries, before any kernel reads them: on the host, as far as they are there."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UserError
 
 
 def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None = None) -> None:
@@ -17,7 +22,7 @@ def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None
     Raises:
         ValueError: says which rule is broken.
     """
-    check_cu_seqlens_form(cu_seqlens, max_seqlen)
+    _check_form(cu_seqlens, max_seqlen)
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, starts at {bounds[0]}")
@@ -38,7 +43,55 @@ def validate_cu_seqlens(cu_seqlens: Any, num_tokens: int, max_seqlen: int | None
             raise ValueError(f"max_seqlen is {max_seqlen}, the longest segment has {longest} tokens")
 
 
-def check_cu_seqlens_form(cu_seqlens: Any, max_seqlen: Any) -> None:
+def check_boundaries(
+    cu_seqlens: Tensor,
+    max_seqlen: int | None,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    prefix_of: Tensor | None,
+    longest_exact_segment: int | None,
+) -> None:
+    """The boundaries of a packed row against its tokens and positions; on the host as far as they are there.
+
+    Args:
+        longest_exact_segment: of the model, see `families.longest_exact_segment`; the others as of the forward.
+
+    Raises:
+        ValueError: what is missing, or does not agree.
+        UserError: a segment that the model computes otherwise than alone.
+    """
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"cu_seqlens describe one row, input_ids has {input_ids.shape[0]}")
+    if attention_mask is not None:
+        raise ValueError("attention_mask and cu_seqlens together: a pack's boundaries say all, leave the mask out")
+    if max_seqlen is None or position_ids is None:
+        raise ValueError("a pack needs max_seqlen (the longest segment, a Python int) and position_ids")
+    if cu_seqlens.device.type == "cpu":
+        validate_cu_seqlens(cu_seqlens, input_ids.shape[1], max_seqlen)
+    else:
+        _check_form(cu_seqlens, max_seqlen)
+    starts, longest = torch.zeros_like(cu_seqlens[:-1]), max_seqlen
+    if prefix_of is not None:
+        lengths, before = cu_seqlens.diff(), prefix_of.to(cu_seqlens.device)
+        starts = lengths[before.clamp(min=0).long()] * (before >= 0)
+        longest = int((lengths + starts).max())
+    if position_ids.device.type == cu_seqlens.device.type == "cpu":
+        first = position_ids.flatten(0, -2)[0, cu_seqlens[:-1].long()]
+        if position_ids.ndim == 3:  # where a branch goes on depends on the pictures of its prefix
+            starts = first.where(starts > 0, 0).to(starts.dtype)
+        if not torch.equal(first, starts.to(first.dtype)):
+            segment = int((first != starts).nonzero()[0])
+            rule = f"go on at its prefix's length, {starts[segment]}" if starts[segment] else "restart at 0"
+            raise ValueError(f"position_ids must {rule}: segment {segment} starts at {int(first[segment])}")
+    if longest_exact_segment is not None and longest > longest_exact_segment:
+        raise UserError(
+            f"a segment of {longest} tokens with a rotary scaling that depends on the row's longest position: "
+            f"lower --max_seq_length to {longest_exact_segment}, or set a static rope_type in the model's config"
+        )
+
+
+def _check_form(cu_seqlens: Any, max_seqlen: Any) -> None:
     """What can be said of boundaries without reading their values: no synchronisation.
 
     Raises:

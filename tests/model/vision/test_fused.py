@@ -98,7 +98,7 @@ def assert_same(fused, plain, tiles, tolerance=1e-12):
 
 def tiles_of(model, count=3):
     size = model.config.vision_config.image_size
-    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(2)).to(model.vision_dtype)
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(2)).to(model.tower.dtype)
 
 
 @pytest.mark.parametrize("keep_gelu", [True, False])
