@@ -16,11 +16,13 @@ first takes back the lines of the steps after its checkpoint, of all ranks that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +97,7 @@ class Ledgers(TrainerCallback):
 
     def of_ended(self) -> Ledger:
         """All epochs of the run that have ended."""
-        total = self.earlier
-        for ledger in self.epochs:
-            total = total.merged(ledger)
-        return total
+        return reduce(Ledger.merged, self.epochs, self.earlier)
 
     def of_run(self) -> Ledger:
         """All epochs of the run, and the one that was cut short, if one was."""
@@ -127,12 +126,18 @@ class Ledgers(TrainerCallback):
 
 
 class Quarantine(TrainerCallback):
-    """Collects the loader's events and writes them on the first rank."""
+    """Collects the loader's events and writes them on the first rank.
+
+    Args:
+        resumed: what the file holds stays; otherwise it is an earlier run's, in the same folder.
+    """
 
     def __init__(self, loader: PackLoader, output_dir: str | Path, ranks: Ranks, *, resumed: bool) -> None:
-        self.loader, self.ranks, self.resumed = loader, ranks, resumed
+        self.loader, self.ranks = loader, ranks
         self.path = Path(output_dir) / QUARANTINE
-        self._seen: set[tuple[Any, ...]] | None = None
+        self._known: set[tuple[Any, ...]] | None = None  # by _KEY, of the file's
+        if ranks.is_first:
+            _keep(self.path, lambda event: resumed)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.flush()
@@ -144,37 +149,25 @@ class Quarantine(TrainerCallback):
         """Gather and write; all ranks call it together."""
         events = self.ranks.gather_from_leaders(self.loader.take_events())
         if self.ranks.is_first:
-            self.write(event for part in events for event in part)
+            self._write(event for part in events for event in part)
 
     def flush_alone(self) -> None:
         """Write what this rank knows, without the others: for a run that ends by an error."""
         if self.ranks.is_group_leader:
-            self.write(self.loader.take_events())
+            self._write(self.loader.take_events())
 
-    def write(self, events: Iterable[dict[str, Any]]) -> None:
+    def _write(self, events: Iterable[dict[str, Any]]) -> None:
         """Append events that the file does not hold yet."""
-        seen = self._known()
-        lines = []
+        if self._known is None:
+            self._known = {tuple(event[k] for k in _KEY) for event in _entries(self.path)}
+        new = []
         for event in events:
             key = tuple(event[k] for k in _KEY)
-            if key not in seen:
-                seen.add(key)
-                lines.append(_line(event))
-        if lines:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if _cut_off(self.path):
-                lines.insert(0, "\n")
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(lines)
-
-    def _known(self) -> set[tuple[Any, ...]]:
-        if self._seen is None:
-            self._seen = set()
-            if self.resumed and self.path.is_file():
-                self._seen.update(tuple(event.get(k) for k in _KEY) for event in _entries(self.path))
-            else:
-                self.path.unlink(missing_ok=True)  # of an earlier run in the same folder
-        return self._seen
+            if key not in self._known:
+                self._known.add(key)
+                new.append(event)
+        if new:
+            _append(self.path, *new)
 
 
 # --- samples of each step
@@ -195,23 +188,18 @@ class SampleLog(TrainerCallback):
     def __init__(self, trainer: PackTrainer) -> None:
         self.trainer = trainer
         self.path = trainer.output_dir / SAMPLE_IDS / f"rank{trainer.ranks.data_rank:05d}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # No rank ends a step before all have begun: the first step's reduction comes between.
         if self.trainer.ranks.is_first:
             for path in self.path.parent.glob("rank*.jsonl"):
-                kept = [entry for entry in _entries(path) if entry["step"] <= state.global_step]
-                beside = path.with_suffix(".part")
-                beside.write_text("".join(map(_line, kept)), encoding="utf-8")
-                os.replace(beside, path)
+                _keep(path, lambda entry: entry["step"] <= state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self.trainer.ranks.is_group_leader:
-            return
-        entry = {"step": state.global_step, "epoch": self.trainer.loader.epoch, "ids": self.trainer.step_sample_ids}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(entry))
+        trainer = self.trainer
+        if trainer.ranks.is_group_leader:
+            entry = {"step": state.global_step, "epoch": trainer.loader.epoch, "ids": trainer.step_sample_ids}
+            _append(self.path, entry)
 
 
 def read_sample_log(output_dir: str | Path) -> dict[int, list[str]]:
@@ -318,22 +306,27 @@ def _share(part: float, whole: float) -> float:
 # --- files of one JSON object a line
 
 
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+def _append(path: Path, *entries: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").split("\n"):  # ids may hold U+2028, which splitlines cuts at
-        try:
+    """Those of a file, if it is there."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for line in text.split("\n"):  # ids may hold U+2028, which splitlines cuts at
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
             yield json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            continue
 
 
-def _cut_off(path: Path) -> bool:
-    """Whether the last line lacks its end: the run that wrote it was killed."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave those lines of a file alone in it; where there are none, no file."""
+    kept = list(filter(wanted, _entries(path)))
+    beside = path.with_suffix(".part")
+    beside.unlink(missing_ok=True)
+    if kept:
+        _append(beside, *kept)
+        os.replace(beside, path)
+    else:
+        path.unlink(missing_ok=True)

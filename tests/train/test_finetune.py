@@ -160,8 +160,17 @@ def test_a_resumed_run_adds_only_what_is_new(tmp_path):
     with open(tmp_path / "quarantine.jsonl", "a") as file:
         file.write('{"id": "cut off')
     Quarantine(FakeLoader([event("b"), event("c"), event("b", 1)]), tmp_path, Ranks(), resumed=True).flush()
-    lines = (tmp_path / "quarantine.jsonl").read_text().splitlines()
-    assert len(lines) == 5 and [json.loads(line)["id"] for line in lines[3:]] == ["c", "b"]
+    assert [json.loads(line)["id"] for line in (tmp_path / "quarantine.jsonl").open()] == ["a", "b", "c", "b"]
+
+
+def test_a_run_that_ends_by_an_error_keeps_what_was_written_before(tmp_path):
+    first, second = (
+        Quarantine(FakeLoader([event(name)]), tmp_path, Ranks(rank=rank, world_size=2), resumed=False)
+        for rank, name in enumerate("ab")
+    )
+    for quarantine in (first, second, first):
+        quarantine.flush_alone()
+    assert [e["id"] for e in quarantined(tmp_path)] == ["a", "b"]
 
 
 def test_a_fresh_run_begins_the_list_anew(tmp_path):
