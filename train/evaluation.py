@@ -34,16 +34,12 @@ def sample_losses(loader: PackLoader, forward: Callable[[Batch], PackedOutput], 
         forward: the model in evaluation, called equally often on every rank: sharded weights need all of them.
     """
     sums: SampleSums = {}
-    batches = iter(loader)
     with torch.no_grad():
-        while True:
-            batch, more = sync.next_batch(batches)
-            if not more:
-                return sums
-            batch = loader.filler_batch() if batch is None else batch
+        for batch in sync.batches(loader):
             outputs = forward(batch)
             assert outputs.target_losses is not None and outputs.target_positions is not None, "given with labels"
             add_sample_losses(sums, batch, outputs.target_losses, outputs.target_positions)
+    return sums
 
 
 def add_sample_losses(sums: SampleSums, batch: Batch, losses: torch.Tensor, positions: torch.Tensor) -> None:

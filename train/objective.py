@@ -11,7 +11,7 @@ ranks, kept in checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,9 @@ from .ranks import Ranks
 from .reference import Table
 
 if TYPE_CHECKING:
-    from .step_sync import Batch, StepSync
+    from internvl_pack.stream.loader import PackLoader
+
+    from .step_sync import Batch
     from .trainer import PackTrainer
 
 STATE = "objective"  # in packing_state.json
@@ -150,26 +152,13 @@ class PairObjective(TrainerCallback):
         sums, self._logged = self._logged, {}
         return figures(self.loss, _numbers(sums)) if sums else {}
 
-    def evaluate(
-        self, loader: Any, model: Any, prepare: Callable[[Batch], Batch], context: Callable[[], Any], sync: StepSync
-    ) -> dict[str, float]:
-        """Figures of held-out pairs; all ranks call it together.
-
-        Args:
-            prepare: a batch to what the model takes.
-            context: of its forward pass.
-        """
-        sums: dict[str, Tensor] = {}
-        batches: Iterator[Batch] = iter(loader)
+    def evaluate(self, loader: PackLoader) -> dict[str, float]:
+        """Figures of held-out pairs; all ranks call it together."""
+        trainer, sums = self.trainer, dict[str, Tensor]()
         with torch.no_grad():
-            while True:
-                batch, more = sync.next_batch(batches)
-                if not more:
-                    break
-                with context():
-                    losses, _ = self._pair_losses(
-                        model, prepare(loader.filler_batch() if batch is None else batch), 1, 1
-                    )
+            for batch in trainer.sync.batches(loader):
+                with trainer.compute_loss_context_manager():
+                    losses, _ = self._pair_losses(trainer.model_wrapped, trainer._prepare_inputs(batch), 1, 1)
                 _add(sums, losses.sums)
         parts = self.ranks.gather_from_leaders(_numbers(sums))
         total = {name: sum(part[name] for part in parts) for name in parts[0]}

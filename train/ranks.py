@@ -2,7 +2,6 @@
 
     rank                      0   1   2   3   4   5   6   7      of a world of 8, 2 share a row (sequence_parallel_size)
     data rank                 0   0   1   1   2   2   3   3      reads rows; world // 2 of them
-    sequence rank             0   1   0   1   0   1   0   1      which part of the row
     is_group_leader           x       x       x       x          counts what the row holds, writes its ledger
 
 Neighbours share a row, so that its exchanges stay on one machine. Collectives go over all ranks, and optimizer states
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from internvl_pack.errors import UserError
+from internvl_pack.parallel.agreement import OtherRankFailed
 from internvl_pack.parallel.checks import check_world
 
 if TYPE_CHECKING:
@@ -103,13 +103,9 @@ class Ranks:
         return self.world_size // self.sequence_parallel_size
 
     @property
-    def sequence_rank(self) -> int:
-        return self.rank % self.sequence_parallel_size
-
-    @property
     def is_group_leader(self) -> bool:
         """Whether this rank speaks for those that it shares its rows with."""
-        return not self.sequence_rank
+        return self.rank % self.sequence_parallel_size == 0
 
     @property
     def is_first(self) -> bool:
@@ -144,27 +140,36 @@ class Ranks:
         """What `make` gives on the first rank, on all of them.
 
         Raises:
-            what `make` raised, on the first rank; on the others UserError with its message, or RuntimeError.
+            UserError, RuntimeError: as `fail_together`, where `make` has failed.
         """
-        if self.world_size == 1:
-            return make()
-        sent: list[Any] = [None, None, None]  # value, the error's class, its message
-        error: Exception | None = None
+        value, error = None, None
         if self.is_first:
             try:
-                sent[0] = make()
+                value = make()
             except Exception as problem:  # whatever it is: the others wait
                 error = problem
-                sent[1:] = [type(error).__name__, str(error)]
-        dist.broadcast_object_list(sent, src=0, group=self.cpu_group)
-        if error is not None:
-            raise error
-        value, kind, message = sent
-        if kind is None:
-            return value
-        if kind == UserError.__name__:
-            raise UserError(message)
-        raise RuntimeError(f"rank 0 cannot read its data: {kind}: {message}")
+        self.fail_together(error)
+        return self.gather(value)[0]  # type: ignore[return-value]  # the first rank has made it
+
+    def fail_together(self, error: Exception | None) -> None:
+        """End every rank with the message of those that cannot read on, instead of waiting for them.
+
+        Args:
+            error: this rank's; None for none.
+
+        Raises:
+            UserError: bad data on any rank.
+            RuntimeError: another error on any rank.
+        """
+        of_others = error is None or isinstance(error, OtherRankFailed)  # the rank that failed has the reason
+        messages = self.gather(None if of_others else (type(error).__name__, str(error)))
+        for rank, found in enumerate(messages):
+            if found is None:
+                continue
+            kind, message = found
+            if kind == UserError.__name__:
+                raise UserError(message) from error
+            raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
 
     def gather(self, value: _T) -> list[_T]:
         """The value of each rank, on all of them."""

@@ -11,12 +11,11 @@ It is the only collective that training on packs adds to the optimizer's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from internvl_pack.errors import UserError
-from internvl_pack.parallel.agreement import OtherRankFailed
+from internvl_pack.stream.loader import PackLoader
 
 from .metrics import StepMetrics
 from .ranks import Ranks
@@ -59,25 +58,29 @@ class StepSync:
             error = problem
         sums = self._reduce(step, failed=error is not None)
         if sums["failed"]:
-            self._fail_together(error)
+            self.ranks.fail_together(error)
         return step, sums
 
-    def next_batch(self, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
-        """This rank's next batch, if it has one, and whether any rank has; all call it together.
+    def batches(self, loader: PackLoader) -> Iterator[Batch]:
+        """One pass over a loader, as long on every rank: one that has no batch any more gets fillers.
 
         Raises:
             UserError, RuntimeError: as `next_step`.
         """
-        batch, error = None, None
-        try:
-            batch = next(batches, None)
-        except Exception as problem:
-            error = problem
-        flags = self.ranks.all_reduce(torch.tensor([batch is not None, error is not None], dtype=torch.int64))
-        more, failed = flags.tolist()
-        if failed:
-            self._fail_together(error)
-        return batch, bool(more)
+        batches = iter(loader)
+        while True:
+            batch, error = None, None
+            try:
+                batch = next(batches, None)
+            except Exception as problem:
+                error = problem
+            flags = self.ranks.all_reduce(torch.tensor([batch is not None, error is not None], dtype=torch.int64))
+            more, failed = flags.tolist()
+            if failed:
+                self.ranks.fail_together(error)
+            if not more:
+                return
+            yield loader.filler_batch() if batch is None else batch
 
     def normalizer(self, sums: dict[str, float], key: str = "loss_weight") -> float:
         """What each rank divides its weighted loss by, or another sum.
@@ -109,12 +112,3 @@ class StepSync:
         sums["balance"] = sum(costs) / len(costs) / max(costs) if max(costs) > 0 else 1.0
         sums |= {f"own_{key}": own[key] for key in ("loss_weight", *OF_PAIRS)}
         return sums
-
-    def _fail_together(self, error: Exception | None) -> NoReturn:
-        """Every rank ends with the message of those that cannot read on, instead of waiting for them."""
-        of_others = error is None or isinstance(error, OtherRankFailed)  # the rank that failed has the reason
-        messages = self.ranks.gather(None if of_others else (type(error).__name__, str(error)))
-        rank, (kind, message) = next((rank, found) for rank, found in enumerate(messages) if found)
-        if kind == UserError.__name__:
-            raise UserError(message) from error
-        raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error

@@ -13,6 +13,7 @@ What it changes, and why:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import sys
@@ -54,24 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Its own class of errors has those of the library for HTTP among its bases, whichever that is.
 HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
-MODEL_KEYS = (
-    "input_ids",
-    "labels",
-    "position_ids",
-    "loss_weight",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "prefix_of",
-    "max_seqlen",
-    "pixel_values",
-    "image_grids",
-    "second_frames",
-    "image_offsets",
-    "attention_mask",
-    "num_loss_tokens",
-    "num_image_tokens",
-    "num_real_tokens",
-)
+MODEL_KEYS = frozenset(inspect.signature(PackedModel.forward).parameters)
 
 
 class PackTrainer(ResumableTrainer):
@@ -206,14 +190,12 @@ class PackTrainer(ResumableTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(dataset, PackedDataset):
             raise ValueError(f"evaluation takes a PackedDataset as eval_dataset, not {type(dataset).__name__}")
-        if dataset is not self.eval_dataset:
-            return self._new_loader(dataset, self._held_out_collator(dataset))
-        if self._eval_loader is None:
-            self._eval_loader = self._new_loader(dataset, self._held_out_collator(dataset))
-        return self._eval_loader
-
-    def _held_out_collator(self, dataset: PackedDataset) -> Callable[..., Batch]:
-        return packed_collator(dataset, branch_keys=self.args.reference_path is not None)
+        if dataset is self.eval_dataset and self._eval_loader is not None:
+            return self._eval_loader
+        loader = self._new_loader(dataset, packed_collator(dataset, branch_keys=self.args.reference_path is not None))
+        if dataset is self.eval_dataset:
+            self._eval_loader = loader
+        return loader
 
     def _new_loader(self, dataset: PackedDataset, collator: Any, **options: Any) -> PackLoader:
         args = self.args
@@ -294,7 +276,7 @@ class PackTrainer(ResumableTrainer):
         # a shared row: each rank takes its tiles there.
         on_host = ON_HOST if group is None else (*ON_HOST, "pixel_values")
         more = {} if group is None else {"num_slice_loss_tokens": count_slice_targets(inputs, group)}
-        keys = MODEL_KEYS if self.objective is None else (*MODEL_KEYS, *PAIR_KEYS)
+        keys = MODEL_KEYS if self.objective is None else MODEL_KEYS.union(PAIR_KEYS)
         return more | to_device({k: v for k, v in inputs.items() if k in keys}, self.args.device, on_host)
 
     def compute_loss(
@@ -339,15 +321,15 @@ class PackTrainer(ResumableTrainer):
         was_training = model.training
         model.eval()
 
-        def forward(batch: Batch) -> Any:
-            with self.compute_loss_context_manager():
-                return model(**self._prepare_inputs(batch))
-
         if self.objective is not None:
-            context = self.compute_loss_context_manager
-            of_pairs = self.objective.evaluate(loader, model, self._prepare_inputs, context, self.sync)
+            of_pairs = self.objective.evaluate(loader)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in of_pairs.items()}
         else:
+
+            def forward(batch: Batch) -> Any:
+                with self.compute_loss_context_manager():
+                    return model(**self._prepare_inputs(batch))
+
             sums = merge_sums(self.ranks.gather(sample_losses(loader, forward, self.sync)))
             names = [spec.name for spec in loader.packed_dataset.samples.specs]
             metrics = figures(sums, names, metric_key_prefix)
