@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +46,14 @@ class Checkpoint:
     step: N.
     saved_at: seconds since 1970, by the clock of the machine that wrote the mark.
     damage: what is wrong with it, in a few words; "" where it can be resumed.
+    state: what the mark holds.
     """
 
     folder: Path
     step: int
     saved_at: float
     damage: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def step_of(folder: Path) -> int | None:
@@ -81,7 +83,7 @@ def inspect(folder: Path) -> Checkpoint:
     saved_at = state.get(SAVED_AT)
     if not isinstance(saved_at, int | float) or isinstance(saved_at, bool):
         saved_at = written
-    return Checkpoint(folder, step, float(saved_at), _damage(folder, state))
+    return Checkpoint(folder, step, float(saved_at), _damage(folder, state), state)
 
 
 def _damage(folder: Path, state: Mapping[str, Any]) -> str:
@@ -121,7 +123,8 @@ def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     if value is None or value.lower() in ("false", "no", "none", ""):
         return None
     if value.lower() not in ("auto", "true", "yes", "last"):
-        return _named(Path(value))
+        load_packing_state(value)
+        return Path(value)
     marked = _newest_first(output_dir)
     for each in marked:
         if not each.damage:
@@ -140,10 +143,16 @@ def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     return None
 
 
-def _named(folder: Path) -> Path:
+def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
+    """The state of the run's data, with the `world_size` it was saved on.
+
+    Raises:
+        UserError: the checkpoint was not completed, or is damaged; names the last one before it.
+    """
+    folder = Path(checkpoint)
     found = inspect(folder)
     if not found.damage:
-        return folder
+        return found.state
     others = [each for each in _newest_first(folder.parent) if not each.damage and each.folder.name != folder.name]
     instead = f"; complete and written last before it is {others[0].folder}" if others else "; try auto"
     raise UserError(f"--resume_from_checkpoint {folder}: no complete checkpoint: {found.damage}{instead}")
@@ -152,16 +161,11 @@ def _named(folder: Path) -> Path:
 # --- writing
 
 
-def unmark(folder: Path) -> None:
-    """Take the mark away, on disk, before anything of the folder is removed or overwritten."""
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, complete or not, its mark first and on disk; nothing happens where there is none."""
     with contextlib.suppress(FileNotFoundError):
         (folder / PACKING_STATE).unlink()
         _sync(folder)
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, complete or not, its mark first; nothing happens where there is none."""
-    unmark(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -281,21 +285,6 @@ def give_usual_modes(folder: str | Path) -> None:
 # --- going on
 
 
-def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The state of the run's data, with the `world_size` it was saved on.
-
-    Raises:
-        UserError: the checkpoint was not completed, or is not one of ours.
-    """
-    path = Path(checkpoint) / PACKING_STATE
-    if not path.is_file():
-        raise UserError(f"--resume_from_checkpoint {checkpoint}: {PACKING_STATE} is missing, it was not completed")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--resume_from_checkpoint {checkpoint}: {PACKING_STATE} is damaged: {error}") from None
-
-
 def make_universal(checkpoint: Path) -> None:
     """Convert DeepSpeed's shards to its universal format, which loads on any number of ranks.
 
@@ -325,34 +314,27 @@ def make_universal(checkpoint: Path) -> None:
         raise UserError(f"--resume_from_checkpoint {checkpoint}: DeepSpeed cannot convert it: {lines[-1]}")
 
 
-def optimizer_options(args: TrainingArguments) -> dict[str, Any]:
-    """What `overruled` compares, for the mark."""
-    return {name: getattr(args, name) for name in OVERRULED}
+def compared_options(args: TrainingArguments, fp8: str | None) -> dict[str, Any]:
+    """What `differences` compares, for the mark."""
+    return {OPTIMIZER: {name: getattr(args, name) for name in OVERRULED}, FP8: fp8}
 
 
-def overruled(state: Mapping[str, Any], args: TrainingArguments) -> list[str]:
-    """A line for each option that was given now and that the checkpoint's optimizer state overrules."""
-    saved = state.get(OPTIMIZER)
-    if not isinstance(saved, dict):
-        return []
-    return [
-        f"--{name} {getattr(args, name)} is overruled by the checkpoint, which goes on with {saved[name]}"
-        for name in OVERRULED
-        if name in saved and saved[name] != getattr(args, name)
-    ]
-
-
-def changed_products(state: Mapping[str, Any], fp8: str | None) -> list[str]:
-    """A line where the decoder multiplied in another format until the checkpoint; its weights are the same in all.
+def differences(state: Mapping[str, Any], args: TrainingArguments, fp8: str | None) -> list[str]:
+    """A line for each option that was given now and that the checkpoint's optimizer state overrules, and one where the
+    decoder multiplied in another format until the checkpoint, whose weights are the same in all.
 
     Args:
         fp8: the recipe of this run, None for none.
     """
-    saved = state.get(FP8)
-    if saved == fp8:
-        return []
-    before, after = (f"in fp8 ({recipe})" if recipe else "without fp8" for recipe in (saved, fp8))
-    return [f"the decoder's products were made {before} until this checkpoint, from here on {after}"]
+    lines = [
+        f"--{name} {getattr(args, name)} is overruled by the checkpoint, which goes on with {saved}"
+        for name, saved in state.get(OPTIMIZER, {}).items()
+        if saved != getattr(args, name)
+    ]
+    if (recipe := state.get(FP8)) != fp8:
+        before, after = (f"in fp8 ({each})" if each else "without fp8" for each in (recipe, fp8))
+        lines.append(f"the decoder's products were made {before} until this checkpoint, from here on {after}")
+    return lines
 
 
 def _short(error: Exception) -> str:

@@ -22,14 +22,11 @@ from internvl_pack.stream.loader import PackLoader
 from .accounting import Ledgers
 from .arguments import PackTrainingArguments
 from .checkpoint import (
-    FP8,
-    OPTIMIZER,
-    changed_products,
+    compared_options,
+    differences,
     load_packing_state,
     make_universal,
     mark,
-    optimizer_options,
-    overruled,
     remove,
     rotate,
     writing_to,
@@ -88,7 +85,7 @@ class ResumableTrainer(StepTrainer):
         if resume_from_checkpoint is None:
             return 0, 0
         state = load_packing_state(resume_from_checkpoint)
-        for line in (*overruled(state, self.args), *changed_products(state, self.packed_model.fp8)):
+        for line in differences(state, self.args, self.packed_model.fp8):
             logger.warning("resume: %s", line)
         self.loader.load_state_dict(state, check_options=not self.args.resume_ignore_options)
         if "ended" in state:
@@ -140,8 +137,7 @@ class ResumableTrainer(StepTrainer):
                 "sequence_parallel_size": self.ranks.sequence_parallel_size,
                 "ended": self.ledgers.state_dict(),
                 "totals": self.metrics.total,
-                OPTIMIZER: optimizer_options(self.args),
-                FP8: self.packed_model.fp8,
+                **compared_options(self.args, self.packed_model.fp8),
             }
             if self.objective is not None:
                 more[STATE] = self.objective.state_dict()

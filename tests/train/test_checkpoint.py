@@ -15,14 +15,14 @@ import pytest
 from internvl_pack.errors import UserError
 from train.checkpoint import (
     PACKING_STATE,
+    compared_options,
+    differences,
     find_checkpoint,
     folders_of,
     give_usual_modes,
     inspect,
     load_packing_state,
     mark,
-    optimizer_options,
-    overruled,
     remove,
     rotate,
     writing_to,
@@ -104,7 +104,7 @@ def test_lanes_that_have_not_begun_are_not_missed(tmp_path):
 def test_a_damaged_state_is_one_line(tmp_path):
     folder = checkpoint(tmp_path, 1)
     cut_mark(folder)
-    with pytest.raises(UserError, match=f"{PACKING_STATE} is damaged"):
+    with pytest.raises(UserError, match=f"{PACKING_STATE} cannot be read"):
         load_packing_state(folder)
 
 
@@ -249,8 +249,8 @@ def test_saved_files_have_the_modes_of_the_umask(tmp_path, umask, mode):
 
 def test_options_that_the_checkpoint_overrules_are_told():
     args = SimpleNamespace(learning_rate=1e-4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
-    state = json.loads(json.dumps({"optimizer": optimizer_options(args)}))
-    assert overruled(state, args) == overruled({}, args) == []
+    state = json.loads(json.dumps(compared_options(args, None)))
+    assert differences(state, args, None) == differences({}, args, None) == []
     args.learning_rate = 2e-5
-    (line,) = overruled(state, args)
+    (line,) = differences(state, args, None)
     assert line == "--learning_rate 2e-05 is overruled by the checkpoint, which goes on with 0.0001"
