@@ -28,18 +28,23 @@ class Rule:
     """Options that do not go together.
 
     Attributes:
-        packing_modes: the values of packing that it is about.
         given: whether the options break it.
         why: what to say, a format string over the options and `packing`.
+        packing_modes: the values of packing that it is about.
     """
 
-    packing_modes: tuple[str, ...]
     given: Callable[[Mapping[str, Any]], bool]
     why: str
+    packing_modes: tuple[str, ...] = (PADDED, STREAM, IN_BATCH, PRESET)
 
 
-def _changed(name: str, default: Any) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda o: o[name] != default
+def _without_effect(packing_modes: tuple[str, ...], why: str, **defaults: Any) -> list[Rule]:
+    """That options stand at their defaults."""
+
+    def rule(name: str, default: Any) -> Rule:
+        return Rule(lambda o: o[name] != default, f"--{name} {why}", packing_modes)
+
+    return [rule(name, default) for name, default in defaults.items()]
 
 
 def _is_ring(o: Mapping[str, Any]) -> bool:
@@ -60,112 +65,100 @@ def _tiles_of_one_image(o: Mapping[str, Any]) -> int:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        (*PACKED_WAYS, PADDED),
         lambda o: o["objective"] in ("dpo", "mpo") and o["loss_reduction"] != "token",
         "--loss_reduction {loss_reduction} with --objective {objective}: all pairs count alike, and "
         "all tokens of chosen answers; leave it out",
     ),
     Rule(
-        (*PACKED_WAYS, PADDED),
         lambda o: (o["objective"] in ("dpo", "mpo") or o["share_prefix"]) and _is_ring(o),
         "prefix trees with --sequence_parallel_mode ring: use ulysses",
     ),
     Rule(
-        (*PACKED_WAYS, PADDED),
         lambda o: o["unfreeze_vit_layers"] and not (o["freeze_backbone"] or o["use_backbone_lora"]),
         "--unfreeze_vit_layers {unfreeze_vit_layers} without --freeze_backbone True: all layers are trained; leave it "
         "out, or freeze them",
     ),
     Rule(
-        (*PACKED_WAYS, PADDED),
         lambda o: not o["compile"] and o["compile_recompute"] != "language",
         "--compile_recompute {compile_recompute} without --compile True: it is about compiled layers; leave it out",
     ),
     Rule(
-        (*PACKED_WAYS, PADDED),
         lambda o: o["repeat_system_prompt"] and o["oversize"] != "split",
         "--repeat_system_prompt True with --oversize {oversize}: no sample is split; leave it out",
     ),
     Rule(
-        (IN_BATCH,),
         lambda o: o["per_device_train_batch_size"] < 2,
         "--packing in_batch with --per_device_train_batch_size 1: a row of one sample is not packed; give 2 or more, "
         "or use --packing stream, which fills rows by itself",
+        (IN_BATCH,),
     ),
-    Rule(
+    *_without_effect(
         (STREAM, IN_BATCH, PADDED),
-        lambda o: o["preset_path"] is not None,
-        "--preset_path with --packing {packing}: the packs of a preset would be packed again or taken apart; "
-        "use --packing preset, or leave --preset_path out",
+        "with --packing {packing}: the packs of a preset would be packed again or taken apart; use --packing preset, "
+        "or leave --preset_path out",
+        preset_path=None,
     ),
     Rule(
-        (PRESET,),
         lambda o: o["preset_path"] is None,
         "--packing preset needs --preset_path: the folder that internvl-pack plan wrote",
+        (PRESET,),
     ),
-    *(
-        Rule(
-            (IN_BATCH,),
-            _changed(name, default),
-            f"--{name} with --packing in_batch: rows are the sampler's micro-batches, nothing is planned; leave it "
-            "out, or use --packing stream",
-        )
-        for name, default in {**PACKER_OPTIONS, "max_attention_cost": None}.items()
-    ),
-    *(
-        Rule(
-            (PRESET,),
-            _changed(name, default),
-            f"--{name} with --packing preset: it was decided when the packs were planned; leave it out, or give it to "
-            "internvl-pack plan",
-        )
-        for name, default in {
-            **PACKER_OPTIONS,
-            **dict.fromkeys(("shuffle_buffer_size", "cost_model", "data_seed")),
-        }.items()
-    ),
-    Rule(
-        (PADDED, IN_BATCH),
-        _changed("share_prefix", False),
-        "--share_prefix True with --packing {packing}: a beginning is shared within planned rows; leave it out, or use "
+    *_without_effect(
+        (IN_BATCH,),
+        "with --packing in_batch: rows are the sampler's micro-batches, nothing is planned; leave it out, or use "
         "--packing stream",
+        **PACKER_OPTIONS,
+        max_attention_cost=None,
+    ),
+    *_without_effect(
+        (PRESET,),
+        "with --packing preset: it was decided when the packs were planned; leave it out, or give it to internvl-pack "
+        "plan",
+        **PACKER_OPTIONS,
+        shuffle_buffer_size=None,
+        cost_model=None,
+        data_seed=None,
+    ),
+    *_without_effect(
+        (PADDED, IN_BATCH),
+        "True with --packing {packing}: a beginning is shared within planned rows; leave it out, or use --packing "
+        "stream",
+        share_prefix=False,
     ),
     Rule(
-        (STREAM, PRESET),
         lambda o: o["share_prefix"] and o["pad_seq_to_mult"] > 1,
         "--share_prefix True with --pad_seq_to_mult {pad_seq_to_mult}: the segments of prefix trees cannot be padded; "
         "leave one of the two out",
+        (STREAM, PRESET),
     ),
     Rule(
-        (IN_BATCH,),
         lambda o: (o["max_seq_length"] or 0) * o["per_device_train_batch_size"] > o["max_packed_tokens"],
         "--max_seq_length {max_seq_length} x --per_device_train_batch_size {per_device_train_batch_size} exceeds "
         "--max_packed_tokens {max_packed_tokens}: a micro-batch of long samples would not fit its row; raise the last",
+        (IN_BATCH,),
     ),
     Rule(
-        (IN_BATCH,),
         lambda o: _share(o, "num_images_expected") < _tiles_of_one_image(o),
         "--num_images_expected {num_images_expected} leaves each of {per_device_train_batch_size} samples of a row "
         "fewer tiles than one image may have (--max_dynamic_patch {max_dynamic_patch}): raise it, or lower the others",
+        (IN_BATCH,),
     ),
-    *(
-        Rule(
-            (PADDED,),
-            _changed(name, default),
-            f"--{name} without packing: it is about packed rows; leave it out, or use --packing stream",
-        )
-        for name, default in {"pad_seq_to_mult": 1, "pad_cu_seqlens_to": None}.items()
+    *_without_effect(
+        (PADDED,),
+        "without packing: it is about packed rows; leave it out, or use --packing stream",
+        pad_seq_to_mult=1,
+        pad_cu_seqlens_to=None,
     ),
     Rule(
-        PACKED_WAYS,
         lambda o: o["pad_cu_seqlens_to"] is not None and not o["strict_mode"],
         "--pad_cu_seqlens_to without --strict_mode True: rows whose lengths differ have no static shape",
+        PACKED_WAYS,
     ),
     Rule(
-        PACKED_WAYS,
         lambda o: o["max_packed_tokens"] % max(1, o["pad_seq_to_mult"]) != 0 and o["strict_mode"],
         "--strict_mode True with --pad_seq_to_mult {pad_seq_to_mult}: --max_packed_tokens {max_packed_tokens} is no "
         "multiple of it, so the pad at the end would not be either",
+        PACKED_WAYS,
     ),
 )
 
