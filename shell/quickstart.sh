@@ -54,4 +54,4 @@ train packed --use_packed_ds True
 say "padded: one sample a row, 8 rows a batch"
 train padded --use_packed_ds False --per_device_train_batch_size 8
 
-"$PY" -m train.quickstart_report "$WORK_DIR/packed" "$WORK_DIR/padded"
+"$PY" -m train.quickstart compare "$WORK_DIR/packed" "$WORK_DIR/padded"

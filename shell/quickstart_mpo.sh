@@ -23,7 +23,7 @@ prepare_quickstart
 mkdir -p "$WORK_DIR"
 rm -rf "$WORK_DIR/mpo"
 say "pairs -> $META, tiny model -> $WORK_DIR/tiny"
-"$PY" train/quickstart_pairs.py shell/data/demo/demo.jsonl shell/data/demo/images "$WORK_DIR"
+"$PY" -m train.quickstart pairs shell/data/demo/demo.jsonl shell/data/demo/images "$WORK_DIR"
 "$PY" train/make_tiny_model.py --meta_path shell/data/quickstart.json --output_dir "$WORK_DIR/tiny" --hidden_size "$width"
 
 "$PY" -m torch.distributed.run --standalone --nproc_per_node "$ranks" train/finetune.py \
@@ -33,4 +33,4 @@ say "pairs -> $META, tiny model -> $WORK_DIR/tiny"
   --deepspeed zero_stage1 --max_steps "${STEPS:-60}" --learning_rate 5e-4 --warmup_steps 5 --lr_scheduler_type cosine \
   --grad_checkpoint False --logging_steps 1 --save_strategy no --report_to none "${device[@]}"
 
-"$PY" -m train.quickstart_pairs "$WORK_DIR/mpo"
+"$PY" -m train.quickstart preferences "$WORK_DIR/mpo"
