@@ -34,6 +34,7 @@ from internvl_pack.ledger import Ledger, Losses
 from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
 
+from .metrics import tokens_per_second
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "loss_first": losses[0] if losses else None,
         "loss_last": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
         "evaluation": trainer.last_evaluation(),
-        "tokens_per_s": trainer.metrics.tokens_per_second(),
+        "tokens_per_s": tokens_per_second(trainer.metrics.step_times),
         "ledger": ledger.state_dict(),
     }
 

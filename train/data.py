@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from internvl_pack import PresetDataset, in_batch_collate_fn
 from internvl_pack.batch.collate import padded_collate_fn
 from internvl_pack.checkpoints import tokenizers
+from internvl_pack.checkpoints.encoding import encode_config
+from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError, naming
 from internvl_pack.samples import Samples
@@ -20,7 +20,7 @@ from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import packed_collator
 
 from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
-from .combinations import IN_BATCH, PRESET, STREAM
+from .combinations import IN_BATCH, PADDED, PRESET
 from .ranks import Ranks
 
 
@@ -54,7 +54,8 @@ def make_data(
         UserError: the data, the tokenizer or the budgets do not fit.
     """
     tokenizer = load_tokenizer(model_args)
-    encode = data_args.encode_config(vision_config(model_args))
+    # the checkpoint that the vision tower is taken from
+    encode = encode_config(vars(data_args), config_of(model_args.model_name_or_path or model_args.vision_path))
     place = {"rank": ranks.data_rank, "world_size": ranks.data_ranks}
     train: PackedDataset
     if data_args.packing_mode == PRESET:
@@ -87,17 +88,6 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
     if option == "llm_path":
         tokenizers.add_image_tokens(tokenizer)
     return tokenizer
-
-
-def vision_config(model_args: ModelArguments) -> dict[str, Any]:
-    """The config of the checkpoint that the vision tower is taken from."""
-    option = "model_name_or_path" if model_args.model_name_or_path else "vision_path"
-    path = getattr(model_args, option)
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(path)
-    except OSError as error:
-        raise UserError(f"--{option} {path}: {str(error).splitlines()[0]}") from error
-    return config
 
 
 def make_held_out(
@@ -149,21 +139,12 @@ def make_collator(
         "pad_seq_to_mult": data_args.pad_seq_to_mult,
         "pad_cu_seqlens_to": data_args.pad_cu_seqlens_to,
     }
-    if data_args.packing_mode in (STREAM, PRESET):
-        return packed_collator(
-            train, loss_reduction=data_args.loss_reduction, branch_keys=args.reference_path is not None, **padding
-        )
-    collator = partial(
-        padded_collate_fn,
-        pad_token_id=train.encoder.pad_token_id,
-        image_size=train.encoder.config.image_size,
-        loss_reduction=data_args.loss_reduction,
-        image_token_id=train.encoder.picture_token_ids,
-        grid_positions=train.encoder.grid_positions,
-        pairs=train.encoder.config.objective != "sft",
-        branch_keys=args.reference_path is not None,
+    packed = packed_collator(
+        train, loss_reduction=data_args.loss_reduction, branch_keys=args.reference_path is not None, **padding
     )
     if data_args.packing_mode == IN_BATCH:
         budget = {name: getattr(data_args, name) for name in ("max_packed_tokens", "num_images_expected")}
-        return partial(in_batch_collate_fn, **collator.keywords, **budget, **padding)
-    return collator
+        return partial(in_batch_collate_fn, **packed.keywords, **budget)
+    if data_args.packing_mode == PADDED:
+        return partial(padded_collate_fn, **{k: v for k, v in packed.keywords.items() if k not in padding})
+    return packed

@@ -104,10 +104,6 @@ class StepMetrics:
             logs["memory_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         return logs
 
-    def tokens_per_second(self) -> float | None:
-        """Of the whole run, on all ranks, without set-up and the first steps."""
-        return tokens_per_second(self.step_times)
-
 
 def tokens_per_second(step_times: Sequence[tuple[float, float]], warm_up: int = WARM_UP_STEPS) -> float | None:
     """Real tokens of all ranks per second of training, without set-up and the first steps.

@@ -77,7 +77,7 @@ class StepTrainer(Trainer):
             self._zero = ZeroStep(engine.engine)
         elif is_zero3_on_device(engine.engine):
             zero = engine.engine.optimizer
-            zero._get_norm_groups = MethodType(_norm_of_all_groups, zero)
+            zero._get_norm_groups = lambda: [_norm_at_once(zero)]  # not one parameter at a time, by groups
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
@@ -169,10 +169,11 @@ class ZeroStep:
         self.reading: Reading | None = None
         zero = self.zero
         zero.scaled_global_norm = MethodType(self._norm_of_all, zero)
-        engine.zero_grad = _already_zero  # which the Trainer calls once more
+        engine.zero_grad = _nothing  # the Trainer calls it once more, when the optimizer has let go of all gradients
         if dist.get_world_size(zero.dp_process_group) == 1 and zero.gradient_accumulation_dtype == zero.dtype:
-            zero.process_gradients = zero.reduce_ready_partitions_and_remove_grads = _as_it_is
-            zero.reduce_ipg_grads = _nothing_to_send
+            # a gradient is reduced where the backward pass has put it, and no bucket is filled
+            zero.process_gradients = zero.reduce_ready_partitions_and_remove_grads = _nothing
+            zero.reduce_ipg_grads = _nothing
             zero.reduce_bucket_size = 1  # of which a buffer is made in each backward pass
         if zero.dtype != torch.bfloat16 or zero.check_grad_overflow:
             self.on_device = False
@@ -183,7 +184,7 @@ class ZeroStep:
             zero.unscale_and_clip_grads = MethodType(_clip, zero)
         else:
             zero.check_grad_overflow = True  # what the norm says ...
-            zero.check_overflow = _no_search  # ... and that alone
+            zero.check_overflow = _nothing  # ... and that alone, not of all gradients one by one
 
     @staticmethod
     def knows(engine: Any) -> bool:
@@ -248,11 +249,6 @@ def _norm_at_once(zero: Any) -> torch.Tensor:
     return squares.sqrt()
 
 
-def _norm_of_all_groups(zero: Any) -> list[torch.Tensor]:
-    """For ZeRO-3, which makes it one parameter at a time and combines those of its groups."""
-    return [_norm_at_once(zero)]
-
-
 def is_fused_adam(optimizer: Any) -> bool:
     """Whether it leaves all as it is where `found_inf` is 1, as it does for a GradScaler."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
@@ -264,17 +260,5 @@ def _clip(zero: Any, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         zero.optimizer.grad_scale = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
 
 
-def _as_it_is(parameter: torch.nn.Parameter, group: int) -> None:
-    """A gradient that is reduced where the backward pass has put it."""
-
-
-def _nothing_to_send(comm_dtype: torch.dtype | None = None) -> None:
-    """No bucket was filled."""
-
-
-def _already_zero() -> None:
-    """The optimizer has let go of all gradients."""
-
-
-def _no_search(partition_gradients: bool = True) -> None:
-    """For all gradients one by one."""
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of work that is done elsewhere, or has no effect."""

@@ -48,28 +48,25 @@ class Saving:
         Raises:
             UserError: there is no space.
         """
-        with writing_to(folder):
-            self._write(packed, folder, state_dict, tokenizer)
-            give_usual_modes(folder)
-
-    def _write(self, packed: PackedModel, folder: str | Path, state_dict: dict | None, tokenizer: Any) -> None:
         model = packed.model
         state = model.state_dict() if state_dict is None else inner_names(state_dict, model)
-        if lora.has_lora(model):
-            alone = Path(folder) if not self.merge_lora else Path(folder, ADAPTER)
-            lora.save_adapter(model, state, alone, self.source)
-        if self.save_format == "internvl":
-            like = self._original_folder()
-            save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
-            if like is None:
-                save_tokenizer(tokenizer, folder)
-            return
-        if self.merge_lora or not lora.has_lora(model):
-            packed.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
-        if packed.has_vision and self.encode is not None:
-            vocab_size = packed.config.get_text_config().vocab_size
-            save_processor(folder, self.source, tokenizer, self.encode, vocab_size)
+        with writing_to(folder):
+            if lora.has_lora(model):
+                alone = Path(folder) if not self.merge_lora else Path(folder, ADAPTER)
+                lora.save_adapter(model, state, alone, self.source)
+            if self.save_format == "internvl":
+                like = self._original_folder()
+                save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
+                if like is None:
+                    save_tokenizer(tokenizer, folder)
+            else:
+                if self.merge_lora or not lora.has_lora(model):
+                    packed.save_pretrained(folder, state_dict=state)
+                tokenizer.save_pretrained(folder)
+                if packed.has_vision and self.encode is not None:
+                    vocab_size = packed.config.get_text_config().vocab_size
+                    save_processor(folder, self.source, tokenizer, self.encode, vocab_size)
+            give_usual_modes(folder)
 
     def read(self, packed: PackedModel, folder: str | Path) -> None:
         """Take the weights of a checkpoint that `write` wrote.

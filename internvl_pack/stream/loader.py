@@ -362,7 +362,7 @@ def packed_collator(
     pad_seq_to_mult: int = 1,
     pad_cu_seqlens_to: int | None = None,
     branch_keys: bool = False,
-) -> Callable[..., dict[str, Any]]:
+) -> partial[dict[str, Any]]:
     """`packed_collate_fn` for the rows of a dataset: with its pad token, image token, tile size and objective.
 
     Args:
