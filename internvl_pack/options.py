@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from .errors import UserError
@@ -199,21 +197,6 @@ def add_argument(parser: Any, name: str, **words: Any) -> None:
     if "_" in name:
         words = {"dest": name, **words, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "required": False}
         parser.add_argument(f"--{name.replace('_', '-')}", **words)
-
-
-def json_object(name: str, value: str) -> dict[str, Any]:
-    """Of an option `name` that is given as a JSON object, or as the name of a JSON file.
-
-    Raises:
-        UserError: it is neither.
-    """
-    try:
-        content = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--{name} {value}: neither JSON nor a JSON file ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"--{name} {value}: give a JSON object")
-    return content
 
 
 def boolean(text: str) -> bool:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.config import PackingConfig, RowOptions
 from internvl_pack.encode.config import EncodeConfig
 from internvl_pack.encode.tiles import TileOptions
@@ -29,7 +27,7 @@ from internvl_pack.model.compiled import RECOMPUTE
 from internvl_pack.model.experts import EXPERTS
 from internvl_pack.model.fp8 import RECIPES
 from internvl_pack.model.loss import LOSS_KERNELS
-from internvl_pack.options import boolean, check_options, from_config, json_object, make, option
+from internvl_pack.options import boolean, check_options, from_config, make, option
 from internvl_pack.parallel.checks import MODES
 
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
@@ -210,16 +208,6 @@ class PackingArguments:
     )
 
 
-def _may_be_there(path: str) -> bool:
-    """Whether a path of data exists, or is a pattern, which is expanded when the data is opened."""
-    return Path(path).exists() or any(mark in path for mark in "{*?[")
-
-
-def _from_here(path: str) -> str:
-    """Of a relative path, the folder that it starts from."""
-    return "" if os.path.isabs(path) else f" (working folder: {os.getcwd()})"
-
-
 @dataclass
 class DataTrainingArguments(PackingArguments):
     """Which data, and how it becomes tokens and tiles."""
@@ -276,10 +264,12 @@ class DataTrainingArguments(PackingArguments):
     def __post_init__(self) -> None:
         if not self.meta_path and self.packing != PRESET:
             raise UserError("--meta_path is missing: give the meta file of the data")
-        if self.meta_path and not _may_be_there(self.meta_path):
-            raise UserError(f"--meta_path {self.meta_path}: no such file{_from_here(self.meta_path)}")
-        if self.eval_meta_path and not _may_be_there(self.eval_meta_path):
-            raise UserError(f"--eval_meta_path {self.eval_meta_path}: no such file{_from_here(self.eval_meta_path)}")
+        for name in ("meta_path", "eval_meta_path"):
+            path = getattr(self, name) or ""
+            is_pattern = any(mark in path for mark in "{*?[")  # which is expanded when the data is opened
+            if not is_pattern and not Path(path).exists():
+                where = "" if os.path.isabs(path) else f" (working folder: {os.getcwd()})"
+                raise UserError(f"--{name} {path}: no such file{where}")
         check_options(self, "--")
         self.use_packed_ds = self.use_packed_ds or self.packing is not None
 
@@ -287,6 +277,11 @@ class DataTrainingArguments(PackingArguments):
     def packing_mode(self) -> str:
         """How rows are made: padded, stream, in_batch or preset."""
         return self.packing or (STREAM if self.use_packed_ds else PADDED)
+
+    @property
+    def pad_multiple(self) -> int:
+        """What a sample's share of the budget is rounded up to, in tokens."""
+        return math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult)
 
     def packing_config(self, seed: int, samples_per_row: int = 1) -> PackingConfig:
         """Budgets and order.
@@ -306,14 +301,10 @@ class DataTrainingArguments(PackingArguments):
             vars(self),
             max_packed_tokens=tokens,
             num_images_expected=tiles,
-            pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.pad_seq_to_mult),
+            pad_to_multiple_of=self.pad_multiple,
             packing=self.packing_mode in (STREAM, PRESET),
             seed=seed,
         )
-
-    def encode_config(self, checkpoint: Mapping[str, Any]) -> EncodeConfig:
-        """Chat format and tiles; what the options leave open is that of the checkpoint's config."""
-        return encode_config(vars(self), checkpoint)
 
 
 COMPILES_ALL = (None, "it compiles the whole model as one piece: use --compile")
@@ -340,7 +331,6 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "parallelism_config": (None, "use --sequence_parallel_size to share rows between GPUs"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
 }
-ACCELERATOR = {"split_batches": False, "dispatch_batches": False, "even_batches": False}
 
 
 @dataclass
@@ -436,7 +426,6 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
         if self.resume_from_checkpoint is None and not (self.overwrite_output_dir or self.save_only_model):
             self.resume_from_checkpoint = "auto"
-        self._check_accelerator()
         if isinstance(self.deepspeed, str):
             self.deepspeed = str(find_deepspeed_config(self.deepspeed))
         if not torch.accelerator.is_available():
@@ -448,8 +437,14 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
             self.label_names = ["labels"]
         try:
             super().__post_init__()
-        except (ValueError, TypeError, ImportError) as error:
+        except (ValueError, TypeError, ImportError, OSError) as error:
             raise UserError(" ".join(str(error).split())) from error
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.accelerator_config, name):
+                raise UserError(
+                    f"--accelerator_config {name}=True: each rank reads its own packs, accelerate must not split or "
+                    f"dispatch batches; leave {name} out"
+                )
         self._check_reports()
         if self.deepspeed and (size := self.hf_deepspeed_config.config.get("sequence_parallel_size", 1)) != 1:
             raise UserError(
@@ -471,21 +466,6 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
                 raise UserError(f"--report_to {name} is unknown: use none or one of {known}") from None
             except (RuntimeError, ImportError) as error:
                 raise UserError(f"--report_to {name}: it is not installed: pip install {name}, or use none") from error
-
-    def _check_accelerator(self) -> None:
-        """Batches reach each rank from its own packs: accelerate must neither split nor dispatch them."""
-        given = self.accelerator_config
-        if isinstance(given, str):
-            given = json_object("accelerator_config", given)
-        settings = dict(given) if isinstance(given, dict) else dict(vars(given)) if given is not None else {}
-        for name, needed in ACCELERATOR.items():
-            # An AcceleratorConfig object holds its own defaults, so only what is switched on is an error.
-            if settings.get(name) and settings[name] != needed and name != "even_batches":
-                raise UserError(
-                    f"--accelerator_config {name}={settings[name]}: each rank reads its own packs, accelerate must not "
-                    f"split or dispatch batches; leave {name} out"
-                )
-        self.accelerator_config = {**settings, **ACCELERATOR}
 
 
 def find_deepspeed_config(name: str) -> Path:
@@ -513,9 +493,7 @@ def _checkpointing(value: str | bool) -> str | bool:
         UserError: another value.
     """
     word = str(value).lower()
-    if word == AUTO:
-        return AUTO
     try:
-        return boolean(word)
+        return AUTO if word == AUTO else boolean(word)
     except ArgumentTypeError:
         raise UserError(f"--grad_checkpoint {value}: give True, False or {AUTO}") from None

@@ -168,14 +168,30 @@ def prepare(model_args: ModelArguments, data_args: DataTrainingArguments, args: 
     """The run of these options.
 
     Raises:
-        UserError: a mistake in the options, the data or the environment.
+        UserError: a mistake in the options, the data or the environment, a model that cannot be saved as asked, or a
+            hub (--push_to_hub) that is out of reach.
     """
     begun = begin(model_args, data_args, args)
-    objective = None if begun.loss is None else make_objective(begun, model_args, args)
-    trainer = make_trainer(model_args, begun.data_args, args, begun.data, begun.model, objective)
-    for callback in make_callbacks(model_args, begun.data_args, trainer):
+    data_args, data = begun.data_args, begun.data
+    saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path, data.train.encoder.config)
+    saving.check(begun.model)
+    trainer = PackTrainer(
+        model=begun.model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        data_collator=data.collator,
+        processing_class=data.tokenizer,
+        row_budget=data.row_budget,
+        loss_reduction_all_gather=data_args.loss_reduction_all_gather,
+        router_loss_coef=model_args.router_loss_coef,
+        objective=None if begun.loss is None else make_objective(begun.loss, begun, model_args, args),
+        saving=saving,
+        also_saved={sequence.GIVEN: data_args.pad_multiple},
+    )
+    for callback in make_callbacks(model_args, data_args, trainer):
         trainer.add_callback(callback)
-    return Run(trainer, begun.data_args.packing_mode, begun.checkpoint)
+    return Run(trainer, data_args.packing_mode, begun.checkpoint)
 
 
 class Begun(NamedTuple):
@@ -208,20 +224,19 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks.of(args)
-    sequence.check_options(model_args, data_args, args)
     kernel = sequence.select_shared_kernel(model_args.attn_kernel, args, compute_dtype(args))
     found = find_checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     checkpoint = None if found is None else str(found)
-    with naming("--model_name_or_path "):
-        checkpoint_config = served_by(config_of(model_args.model_name_or_path), data_args.family_check)
-    if data_args.num_images_expected is None:
-        tiles = default_tiles(checkpoint_config, data_args.max_packed_tokens)
-        data_args = replace(data_args, num_images_expected=tiles)
-    packing = make_packing(model_args, data_args, args, checkpoint)
     paths = {name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")}
     check_loadable(data_args.family_check, **paths)
+    sequence.check_options(model_args, data_args, args)
+    checkpoint_config = served_by(config_of(model_args.model_name_or_path), data_args.family_check)
+    tiles = data_args.num_images_expected
+    if tiles is None:
+        tiles = default_tiles(checkpoint_config, data_args.max_packed_tokens)
     style = chat_style(data_args.conv_style, checkpoint_config)
-    data_args = replace(data_args, conv_style=style)
+    data_args = replace(data_args, num_images_expected=tiles, conv_style=style)
+    packing = make_packing(model_args, data_args, args, checkpoint)
     data = make_data(model_args, data_args, args, packing, ranks)
     data.train.samples.check_objective()
     if data.held_out is not None:
@@ -322,13 +337,14 @@ def load_model(
     )
 
 
-def make_objective(begun: Begun, model_args: ModelArguments, args: PackTrainingArguments) -> PairObjective:
+def make_objective(
+    loss: PreferenceLoss, begun: Begun, model_args: ModelArguments, args: PackTrainingArguments
+) -> PairObjective:
     """What trains on pairs, with what their answers are held against.
 
     Raises:
         UserError: a table of another model, or of other options.
     """
-    assert begun.loss is not None, "asked for pairs"
     reference: FrozenCopy | WithoutAdapters | Table
     if args.reference_path is not None:
         reference = Table(args.reference_path, marks_of(model_args, begun.data.train, compute_dtype(args)))
@@ -343,38 +359,7 @@ def make_objective(begun: Begun, model_args: ModelArguments, args: PackTrainingA
         copy.sequence_group = begun.model.sequence_group
         reference = FrozenCopy(copy)
         logger.info("reference: a frozen copy of the model")
-    return PairObjective(begun.loss, reference, begun.ranks, args.device)
-
-
-def make_trainer(
-    model_args: ModelArguments,
-    data_args: DataTrainingArguments,
-    args: PackTrainingArguments,
-    data: Data,
-    model: PackedModel,
-    objective: PairObjective | None,
-) -> PackTrainer:
-    """The trainer of these data and this model.
-
-    Raises:
-        UserError: the model cannot be saved as asked, or the hub of --push_to_hub is out of reach.
-    """
-    saving = Saving(args.save_format, args.merge_lora, model_args.model_name_or_path, data.train.encoder.config)
-    saving.check(model)
-    return PackTrainer(
-        model=model,
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.held_out,
-        data_collator=data.collator,
-        processing_class=data.tokenizer,
-        row_budget=data.row_budget,
-        loss_reduction_all_gather=data_args.loss_reduction_all_gather,
-        router_loss_coef=model_args.router_loss_coef,
-        objective=objective,
-        saving=saving,
-        also_saved={sequence.GIVEN: sequence.given_multiple(data_args)},
-    )
+    return PairObjective(loss, reference, begun.ranks, args.device)
 
 
 def make_callbacks(

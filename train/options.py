@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from argparse import SUPPRESS, HelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
@@ -55,23 +55,17 @@ DROPPED = {
 }
 
 
-def _unless(wanted: str, why: str) -> Callable[[str], str | None]:
-    return lambda value: None if value == wanted else why
-
-
-def _if_true(why: str) -> Callable[[str], str | None]:
-    return lambda value: why if value.lower() in ("true", "yes", "y", "t", "1") else None
-
-
-# Values at which a flag of `DROPPED` would train something else than what is trained here: they are refused.
-REFUSED: dict[str, Callable[[str], str | None]] = {
-    "pad2square": _if_true("images are not padded to squares here: pad the files"),
-    "allow_overflow": _if_true("a row never exceeds its budgets: raise --max_packed_tokens"),
-    "ps_version": _unless("v2", "the native model shuffles pixels as v2 does: take a checkpoint of that kind"),
-    "vision_select_layer": _unless("-1", "the checkpoint's config says which layer: set vision_feature_layer there"),
-    "unfreeze_lm_head": _if_true("the head is trained with the language model: use --freeze_llm False"),
-    "normalize_type": _unless(
-        "imagenet", "the native InternVL is trained on ImageNet's mean and deviation: use imagenet"
+NO = ("false", "no", "n", "f", "0")
+# Flags of `DROPPED` that would train something else than what is trained here, but for these values; and what to do.
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "pad2square": (NO, "images are not padded to squares here: pad the files"),
+    "allow_overflow": (NO, "a row never exceeds its budgets: raise --max_packed_tokens"),
+    "ps_version": (("v2",), "the native model shuffles pixels as v2 does: take a checkpoint of that kind"),
+    "vision_select_layer": (("-1",), "the checkpoint's config says which layer: set vision_feature_layer there"),
+    "unfreeze_lm_head": (NO, "the head is trained with the language model: use --freeze_llm False"),
+    "normalize_type": (
+        ("imagenet",),
+        "the native InternVL is trained on ImageNet's mean and deviation: use imagenet",
     ),
 }
 # Our options, by the headings of help and docs/options.md.
@@ -170,7 +164,10 @@ def parse(
     """
     if argv and not argv[0].startswith("-"):
         argv = [*words_of(argv[0]), *argv[1:]]
-    values, rest = Parser(program).parse_known_args(modernise(argv))
+    words, notes = translate(argv)
+    for note in notes:
+        logger.warning("%s", note)
+    values, rest = Parser(program).parse_known_args(words)
     unknown = [word for word in rest if word.startswith("--")]
     if unknown:
         raise UserError(unknown_option(unknown[0], option_names(), program))
@@ -205,18 +202,6 @@ def words_of(path: str) -> list[str]:
     return words
 
 
-def modernise(argv: Sequence[str]) -> list[str]:
-    """The command line with the flags of older scripts renamed or left out; says so in the log.
-
-    Raises:
-        UserError: a flag, or the value of one, that would train something else.
-    """
-    words, notes = translate(argv)
-    for note in notes:
-        logger.warning("%s", note)
-    return words
-
-
 def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the command line with the flags of older scripts renamed or left out, a line for each of them).
 
@@ -227,36 +212,24 @@ def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     i = 0
     while i < len(argv):
-        flag, equals, value = argv[i].partition("=")
+        word = argv[i]
+        i += 1
+        flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
         if name in GONE:
             raise UserError(f"--{name}: {GONE[name]}")
         if name in DROPPED:
-            i += 1
             given = [value] if equals else []
             while not equals and i < len(argv) and not argv[i].startswith("--"):
                 given.append(argv[i])
                 i += 1
-            check_dropped(name, " ".join(given) or "True")
+            harmless, why = REFUSED.get(name, ((), ""))
+            if why and (value := " ".join(given) or "True").lower() not in harmless:
+                raise UserError(f"--{name} {value}: {why}, and leave the flag out")
             notes.append(f"--{name} has no effect here and is ignored: {DROPPED[name]}")
             continue
-        if name in ALIASES:
-            words.append(argv[i].replace(flag, f"--{ALIASES[name]}", 1))
-        elif name in RENAMED:
+        if name in RENAMED:
             notes.append(f"--{name} is now --{RENAMED[name]}")
-            words.append(argv[i].replace(flag, f"--{RENAMED[name]}", 1))
-        else:
-            words.append(argv[i])
-        i += 1
+        now = RENAMED.get(name) or ALIASES.get(name)
+        words.append(word.replace(flag, f"--{now}", 1) if now else word)
     return words, notes
-
-
-def check_dropped(name: str, value: str) -> None:
-    """Check the values of flags that are left out.
-
-    Raises:
-        UserError: one would train something else.
-    """
-    why = REFUSED.get(name, lambda value: None)(value)
-    if why is not None:
-        raise UserError(f"--{name} {value}: {why}, and leave the flag out")

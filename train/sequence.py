@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedConfig
 
 from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.config import PackingConfig
@@ -48,7 +47,7 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
     model_type = data_args.family_check or config_of(model_args.model_name_or_path).get("model_type")
     check_pictures(find_tower(model_type), model_type, size)
     check_packed(data_args.use_packed_ds, size)
-    check_budget(data_args.max_packed_tokens, size, mode, given_multiple(data_args))
+    check_budget(data_args.max_packed_tokens, size, mode, data_args.pad_multiple)
     heads = attention_heads(model_args)
     if heads is not None:
         check_heads(*heads, size, mode)
@@ -56,10 +55,7 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
 
 def attention_heads(model_args: ModelArguments) -> tuple[int, int] | None:
     """Query and key/value heads of the language model as its config says; None where it does not."""
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(str(model_args.model_name_or_path or model_args.llm_path))
-    except OSError:
-        return None  # reported with its option when the model is loaded
+    config = config_of(model_args.model_name_or_path or model_args.llm_path)
     config = config.get("text_config") or config.get("llm_config") or config
     heads = config.get("num_attention_heads")
     return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
@@ -84,10 +80,6 @@ def select_shared_kernel(name: str, args: PackTrainingArguments, dtype: torch.dt
     return kernel
 
 
-def given_multiple(data_args: DataTrainingArguments) -> int:
-    return math.lcm(data_args.pad_to_multiple_of, data_args.pad_seq_to_mult)
-
-
 def fit_packing(
     packing: PackingConfig, data_args: DataTrainingArguments, args: PackTrainingArguments, checkpoint: str | None
 ) -> PackingConfig:
@@ -97,7 +89,7 @@ def fit_packing(
     and so does one on packs that were planned. Where that multiple is too small for ring, rows exceed their budget by
     the difference, and the log says so.
     """
-    size, mode, given = args.sequence_parallel_size, args.sequence_parallel_mode, given_multiple(data_args)
+    size, mode, given = args.sequence_parallel_size, args.sequence_parallel_mode, data_args.pad_multiple
     needed = token_multiple(size, mode) if mode == "ring" else 1
     found = _multiple_of_packs(data_args, args, checkpoint, given)
     if found is None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import HfArgumentParser
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 
+from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.errors import UserError
 from train import finetune
@@ -23,7 +24,7 @@ from train.arguments import (
     find_deepspeed_config,
 )
 from train.environment import SECONDS_FOR_THE_FIRST_RANK
-from train.options import DROPPED, RENAMED, modernise, option_names, parse
+from train.options import DROPPED, RENAMED, option_names, parse, translate
 
 ROOT = Path(__file__).resolve().parents[2]
 META = str(ROOT / "shell" / "data" / "demo" / "meta.json")
@@ -64,7 +65,7 @@ def test_no_option_is_both_offered_and_gone():
 
 @pytest.mark.parametrize("given", [["--data", META], [f"--data={META}"], ["--meta_path", META]])
 def test_data_is_named_by_either_option(given):
-    assert "".join(modernise(given)).replace("=", "") == f"--meta_path{META}"
+    assert "".join(translate(given)[0]).replace("=", "") == f"--meta_path{META}"
 
 
 def test_a_folder_or_a_pattern_of_data_is_taken(tmp_path):
@@ -103,7 +104,7 @@ def test_data_options_reach_packing_and_encoding():
         force_image_size=224,
         max_dynamic_patch=6,
     )
-    packing, encode = data.packing_config(seed=7), data.encode_config({})
+    packing, encode = data.packing_config(seed=7), encode_config(vars(data), {})
     assert (packing.max_packed_tokens, packing.num_images_expected, packing.max_seq_length) == (4096, 24, 2048)
     assert (packing.oversize, packing.use_data_resampling) == ("drop", True)
     assert (packing.seed, packing.packing) == (7, True)
@@ -299,7 +300,7 @@ def test_under_torchrun_the_mistake_is_told_once():
     ],
 )
 def test_flags_of_older_scripts_are_renamed_or_left_out(before, now):
-    assert modernise(before) == now
+    assert translate(before)[0] == now
 
 
 def test_warmup_ratio_becomes_a_share_of_the_steps(own_process):

@@ -11,6 +11,7 @@ from helpers.factory import png, write_meta
 from helpers.stepping import run_ranks
 
 from internvl_pack.batch.collate import packed_collate_fn
+from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.config import PackingConfig
 from internvl_pack.model.build import build_model
 from internvl_pack.stream.dataset import PackedDataset
@@ -74,7 +75,8 @@ def reference(made, tokenizer) -> tuple[list[float], list[float], dict[str, torc
     """Losses, gradient norms and final weights of a loop of plain PyTorch over the same packs, one at a time."""
     # Packs of a step are of like cost, by the operations of the model that is trained.
     config = PackingConfig(max_packed_tokens=320, num_images_expected=8, cost_model=str(made / "model"), seed=SEED)
-    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config({})
+    data_args = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56)
+    encode = encode_config(vars(data_args), {})
     ranks = [
         PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=encode, rank=r, world_size=2)
         for r in range(2)
@@ -146,6 +148,7 @@ def load(output_dir: Path):
 
 def test_the_reference_covers_a_row_without_images(made, tokenizer):
     config = PackingConfig(max_packed_tokens=320, num_images_expected=8)
-    encode = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56).encode_config({})
+    data_args = DataTrainingArguments(meta_path=str(made / "meta.json"), force_image_size=56)
+    encode = encode_config(vars(data_args), {})
     rows = list(PackedDataset.from_meta(made / "meta.json", tokenizer, config, encode=encode))
     assert {bool(len(packed_collate_fn([row], image_size=56)["pixel_values"])) for row in rows} == {True, False}

@@ -17,7 +17,7 @@ from internvl_pack.errors import UserError
 from train import finetune
 from train.arguments import find_deepspeed_config
 from train.environment import prepare_environment
-from train.options import DROPPED, GONE, REFUSED, RENAMED, modernise, option_names
+from train.options import DROPPED, GONE, REFUSED, RENAMED, option_names, translate
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("internvl/train/internvl_chat_finetune.py", "internvl/train/internvl_chat_pretrain.py")
@@ -335,13 +335,13 @@ def test_a_published_script_of_preferences_trains_here(
 )
 def test_a_flag_that_would_train_something_else_is_refused_by_name(words, message):
     with pytest.raises(UserError) as caught:
-        modernise(words)
+        translate(words)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_the_same_flags_at_harmless_values_are_left_out():
     words = ["--vision_select_layer", "-1", "--ps_version", "v2", "--pad2square", "False", "--allow_overflow=False"]
-    assert modernise([*words, "--unfreeze_lm_head", "False", "--bf16", "True"]) == ["--bf16", "True"]
+    assert translate([*words, "--unfreeze_lm_head", "False", "--bf16", "True"])[0] == ["--bf16", "True"]
     assert REFUSED.keys() <= DROPPED.keys()
     assert not GONE.keys() & (DROPPED.keys() | set(option_names()))
 
