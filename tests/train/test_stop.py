@@ -22,7 +22,7 @@ STEPS = 30
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 tasks = int(next(a for a in sys.argv if a.startswith("--ntasks=")).split("=")[1])
-command = sys.argv[sys.argv.index("bash"):]
+command = sys.argv[sys.argv.index("train/finetune.py") - 1:]
 env = os.environ | {{"SLURM_NTASKS": str(tasks)}}
 runs = [subprocess.Popen(command, env=env | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}}) for i in range(tasks)]
 for name in ("SIGUSR1", "SIGTERM"):
