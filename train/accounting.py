@@ -224,7 +224,6 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
     args, total = trainer.args, trainer.metrics.total
     max_tokens, max_tiles = trainer.row_budget
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    packs = total.get("num_packs", 0.0)
     counts = ("num_real_tokens", "num_tokens", "num_loss_tokens", "num_tiles")
     return {
         "packed": packing != "padded",
@@ -242,11 +241,9 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "epochs": trainer.ledgers.num_ended,
         "max_packed_tokens": max_tokens,
         "num_images_expected": max_tiles,
-        "packs": int(packs),
+        "packs": int(total.get("num_packs", 0)),
         **{name: int(total.get(name, 0)) for name in counts},
-        "token_fill": _share(total.get("num_real_tokens", 0), total.get("capacity", 0)),
-        "tile_fill": _share(total.get("num_tiles", 0), packs * max_tiles),
-        "samples_per_pack": _share(total.get("num_samples", 0), packs),
+        **trainer.metrics.fills(total),
         "samples_in": ledger.samples_in,
         "samples_packed": ledger.samples_packed,
         "samples_dropped": ledger.samples_dropped,
@@ -298,10 +295,6 @@ def summary_lines(summary: dict[str, Any], ledger: Ledger) -> list[str]:
         *ledger.lines(),
         *([f"samples that left the run are named in {QUARANTINE}"] if ledger.dropped or ledger.quarantined else []),
     ]
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 # --- files of one JSON object a line

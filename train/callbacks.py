@@ -143,15 +143,12 @@ class PackingReport(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.log_freq or state.global_step % self.log_freq or not state.is_world_process_zero:
             return
-        total, (_tokens, max_tiles) = self.trainer.metrics.total, self.trainer.row_budget
-        packs = max(1.0, total["num_packs"])
+        total = self.trainer.metrics.total
+        fills = self.trainer.metrics.fills(total)
         logger.info(
             "step %d: %s rows so far, %.1f samples each, token fill %.1f%%, tile fill %.1f%%",
-            *(state.global_step, f"{total['num_packs']:,.0f}", total["num_samples"] / packs),
-            *(
-                100 * total["num_real_tokens"] / max(1.0, total["capacity"]),
-                100 * total["num_tiles"] / packs / max_tiles,
-            ),
+            *(state.global_step, f"{total['num_packs']:,.0f}", fills["samples_per_pack"]),
+            *(100 * fills["token_fill"], 100 * fills["tile_fill"]),
         )
 
 

@@ -41,10 +41,10 @@ OVERRULED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder `checkpoint-N` with a mark.
+    """A folder `checkpoint-N`.
 
     step: N.
-    saved_at: seconds since 1970, by the clock of the machine that wrote the mark.
+    saved_at: seconds since 1970, by the clock of the machine that wrote the mark; of the folder where there is none.
     damage: what is wrong with it, in a few words; "" where it can be resumed.
     state: what the mark holds.
     """
@@ -72,12 +72,13 @@ def inspect(folder: Path) -> Checkpoint:
     """Read a folder's mark, and look for what it names. Nothing is loaded."""
     step, path, written = step_of(folder) or 0, folder / PACKING_STATE, 0.0
     try:
+        written = folder.stat().st_mtime  # as long as there is no mark
         written = path.stat().st_mtime
         state = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Checkpoint(folder, step, 0.0, f"{PACKING_STATE} is missing: it was not completed")
+        return Checkpoint(folder, step, written, f"{PACKING_STATE} is missing: it was not completed")
     except (OSError, ValueError, RecursionError) as error:
-        return Checkpoint(folder, step, written, f"{PACKING_STATE} cannot be read ({_short(error)})")
+        return Checkpoint(folder, step, written, f"{PACKING_STATE} cannot be read ({str(error)[:120]})")
     if not isinstance(state, dict):
         return Checkpoint(folder, step, written, f"{PACKING_STATE} holds no object")
     saved_at = state.get(SAVED_AT)
@@ -209,7 +210,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Path | None = None) 
     """
     if not limit or limit < 1:
         return
-    found = sorted(map(inspect, folders_of(output_dir)), key=lambda each: (_written(each), each.step))
+    found = sorted(map(inspect, folders_of(output_dir)), key=lambda each: (each.saved_at, each.step))
     complete = [each for each in found if not each.damage]
     kept = {each.folder.resolve() for each in (complete[-1:] or found[-1:])}
     if keep is not None:
@@ -217,15 +218,6 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Path | None = None) 
     too_many = len(found) - max(limit, len(kept))
     for each in [each for each in found if each.folder.resolve() not in kept][: max(0, too_many)]:
         remove(each.folder)
-
-
-def _written(checkpoint: Checkpoint) -> float:
-    if checkpoint.saved_at:
-        return checkpoint.saved_at
-    try:
-        return checkpoint.folder.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 @contextlib.contextmanager
@@ -335,7 +327,3 @@ def differences(state: Mapping[str, Any], args: TrainingArguments, fp8: str | No
         before, after = (f"in fp8 ({each})" if each else "without fp8" for each in (recipe, fp8))
         lines.append(f"the decoder's products were made {before} until this checkpoint, from here on {after}")
     return lines
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from internvl_pack.errors import UserError
 from internvl_pack.stream.shared_memory import allow_many_open_files
 
@@ -75,11 +77,9 @@ def telling_of_ports() -> Iterator[None]:
     Raises:
         UserError: names it.
     """
-    from torch.distributed import DistNetworkError
-
     try:
         yield
-    except DistNetworkError as error:
+    except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         found = re.search(r"port: (\d+)", str(error))
@@ -130,8 +130,6 @@ def wait_no_longer_than(seconds: float) -> None:
 
     torch has a private name for it alone; where a version lacks it, gloo waits half an hour.
     """
-    import torch.distributed as dist
-
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if change is not None and dist.is_initialized() and dist.get_backend() == "gloo":
         change(timedelta(seconds=seconds), dist.group.WORLD)
@@ -147,9 +145,7 @@ def is_first_on_node() -> bool:
 
 def shut_down() -> None:
     """Leave the process group, so that ranks do not complain of each other when one ends first."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -50,10 +50,8 @@ def add_sample_losses(sums: SampleSums, batch: Batch, losses: torch.Tensor, posi
     totals = torch.zeros(count, dtype=torch.float64).index_add_(0, segments, losses.double().cpu())
     targets = torch.bincount(segments, minlength=count)
     for sample_id, total, number in zip(batch["sample_ids"], totals.tolist(), targets.tolist(), strict=True):
-        if sample_id in NO_SAMPLES:
-            continue
-        before = sums.get(sample_id, (0.0, 0))
-        sums[sample_id] = (before[0] + total, before[1] + number)
+        if sample_id not in NO_SAMPLES:
+            _add(sums, sample_id, total, number)
 
 
 def merge_sums(parts: Iterable[SampleSums]) -> SampleSums:
@@ -61,9 +59,13 @@ def merge_sums(parts: Iterable[SampleSums]) -> SampleSums:
     merged: SampleSums = {}
     for part in parts:
         for sample_id, (total, number) in part.items():
-            before = merged.get(sample_id, (0.0, 0))
-            merged[sample_id] = (before[0] + total, before[1] + number)
+            _add(merged, sample_id, total, number)
     return merged
+
+
+def _add(sums: SampleSums, sample_id: str, total: float, number: int) -> None:
+    before = sums.get(sample_id, (0.0, 0))
+    sums[sample_id] = (before[0] + total, before[1] + number)
 
 
 def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> dict[str, float]:

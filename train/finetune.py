@@ -56,10 +56,10 @@ from internvl_pack.parallel import enable_sequence_parallel, make_groups
 from internvl_pack.sources.reach import allow
 
 from . import accounting, progress, sequence
+from .activation_checkpointing import CheckpointByMemory
 from .arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments
 from .callbacks import FirstPacks, IsolationCheck, PackingReport, RunOptions
 from .checkpoint import find_checkpoint
-from .checkpointing import CheckpointByMemory
 from .combinations import IN_BATCH, STREAM, check_combinations
 from .data import Data, make_data
 from .environment import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,15 @@ class StepMetrics:
         """What a data rank computes in a step: floating-point operations (docs/performance.md has the formula)."""
         return float(sum(self._flops.of(b) for b in batches))
 
+    def fills(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Shares of the budgets that rows held, and samples a row, by sums over steps."""
+        packs = sums.get("num_packs", 0.0)
+        return {
+            "token_fill": sums.get("num_real_tokens", 0.0) / max(1.0, sums.get("capacity", 0.0)),
+            "tile_fill": sums.get("num_tiles", 0.0) / max(1.0, packs * self._max_tiles),
+            "samples_per_pack": sums.get("num_samples", 0.0) / max(1.0, packs),
+        }
+
     def begin_step(self, sums: dict[str, float], waited: float) -> None:
         """A step of these figures over all ranks (step_sync.py), whose data was waited for so many seconds."""
         self._now = sums | {"data_wait_s": waited}
@@ -90,9 +99,7 @@ class StepMetrics:
             "tokens_per_s_per_gpu": sums["num_real_tokens"] / elapsed / self._world_size,
             "samples_per_s": sums["num_samples"] / elapsed,
             "tiles_per_s": sums["num_tiles"] / elapsed,
-            "token_fill": sums["num_real_tokens"] / max(1.0, sums["capacity"]),
-            "tile_fill": sums["num_tiles"] / max(1.0, sums["num_packs"] * self._max_tiles),
-            "samples_per_pack": sums["num_samples"] / max(1.0, sums["num_packs"]),
+            **self.fills(sums),
             "loss_tokens_per_step": sums["num_loss_tokens"] / steps,
             "data_wait": sums["data_wait_s"] / elapsed,
             "rank_balance": sums["balance"] / steps,

@@ -10,9 +10,9 @@ from helpers.model_samples import gradients, mixed_segments, packed_batch, tiny_
 
 from internvl_pack.errors import UserError
 from internvl_pack.model.parts import decoder_layers, vision_layers
-from train import checkpointing
+from train import activation_checkpointing
+from train.activation_checkpointing import CheckpointByMemory, Kind, keep_activations, layers_that_fit
 from train.arguments import AUTO, ModelArguments
-from train.checkpointing import CheckpointByMemory, Kind, keep_activations, layers_that_fit
 
 VISION, DECODER = Kind("vision", 24, 200, 1e9), Kind("decoder", 28, 100, 4e9)
 
@@ -71,7 +71,7 @@ def test_a_card_is_filled_up_and_it_is_told(tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(CheckpointByMemory, "_tried", tried)
     monkeypatch.setattr(CheckpointByMemory, "_free", lambda self, peak: 1000 - peak)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
-    with caplog.at_level("INFO", logger=checkpointing.__name__):
+    with caplog.at_level("INFO", logger=activation_checkpointing.__name__):
         CheckpointByMemory(trainer, 512, 16).on_train_begin(args, None, None)
     kept = {name: sum(not layer.gradient_checkpointing for layer in these) for name, these in layers.items()}
     assert 120 * kept["decoder"] + 300 * kept["vision"] <= 500
