@@ -161,15 +161,16 @@ class Ranks:
             UserError: bad data on any rank.
             RuntimeError: another error on any rank.
         """
-        of_others = error is None or isinstance(error, OtherRankFailed)  # the rank that failed has the reason
-        messages = self.gather(None if of_others else (type(error).__name__, str(error)))
-        for rank, found in enumerate(messages):
-            if found is None:
-                continue
-            kind, message = found
-            if kind == UserError.__name__:
-                raise UserError(message) from error
-            raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
+        own = (
+            None if error is None else (isinstance(error, OtherRankFailed), self.rank, type(error).__name__, str(error))
+        )
+        failed = [found for found in self.gather(own) if found is not None]
+        if not failed:
+            return
+        _, rank, kind, message = min(failed)  # the first that has a reason of its own
+        if kind == UserError.__name__:
+            raise UserError(message) from error
+        raise RuntimeError(f"rank {rank} cannot read its data: {kind}: {message}") from error
 
     def gather(self, value: _T) -> list[_T]:
         """The value of each rank, on all of them."""

@@ -1,10 +1,12 @@
-"""Gradients as DDP wants them."""
+"""Gradients as DDP wants them, and ranks that end together."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from train.ranks import lay_out_gradients
+from internvl_pack.errors import UserError
+from train.ranks import Ranks, lay_out_gradients
 
 
 def test_the_gradient_of_a_single_tiles_class_token_has_the_parameters_strides():
@@ -32,3 +34,31 @@ def test_gradients_of_a_single_tile_add_up_over_rows():
         ((torch.cat([model.cls_token, patches], dim=1) + model.positions) * weights).sum().backward()
     assert torch.allclose(model.positions.grad, 3 * weights)
     assert torch.allclose(model.cls_token.grad, 3 * weights[:, :1])
+
+
+OF_OTHERS = (True, 0, "OtherRankFailed", "rank 1 cannot read")
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "message"),
+    [
+        ([OF_OTHERS, (False, 1, "UserError", "a bad row")], UserError, "^a bad row$"),
+        ([None, (False, 1, "OSError", "disk")], RuntimeError, "rank 1 cannot read its data: OSError: disk"),
+        ([OF_OTHERS, None], RuntimeError, "rank 0 cannot read its data"),
+    ],
+)
+def test_all_ranks_end_with_the_reason_of_the_one_that_has_it(found, kind, message, monkeypatch):
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: found)
+    with pytest.raises(kind, match=message):
+        Ranks(rank=0, world_size=2).fail_together(None)
+
+
+def fails() -> int:
+    raise UserError("no data")
+
+
+def test_what_the_first_rank_makes_is_handed_on_and_so_is_its_error():
+    Ranks().fail_together(None)
+    assert Ranks().from_first(lambda: 3) == 3
+    with pytest.raises(UserError, match="no data"):
+        Ranks().from_first(fails)
