@@ -21,6 +21,11 @@ class UserError(ValueError):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def naming(where: str) -> Iterator[None]:
     """Put `where`, an option or a folder, in front of a UserError that is raised inside."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError, naming
+from ..errors import UserError, first_line, naming
 from . import internvl_format
 from .internvl_format import Weight, published
 from .weight_files import SHARD_SIZE, LazyWeights, indexed_names, named, write_weights
@@ -120,8 +120,7 @@ def local_folder(name: str | Path) -> Path:
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:  # the hub's and the network's errors are of many kinds
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{name}: no such folder, and not to be had from the hub: {first}") from error
+        raise UserError(f"{name}: no such folder, and not to be had from the hub: {first_line(error)}") from error
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -362,31 +361,21 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def copy_extra_files(source: str | Path, folder: str | Path) -> list[str]:
-    """Copy what a checkpoint holds besides config and weights: code, tokenizer, generation config, licence.
-
-    Returns:
-        the names copied.
-    """
-    copied = []
+def copy_extra_files(source: str | Path, folder: str | Path) -> None:
+    """Copy what a checkpoint holds besides config and weights: code, tokenizer, generation config, licence."""
     for path in sorted(Path(source).iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name in _RUN_FILES or path.name.endswith(_NOT_EXTRA):
             continue
         target = Path(folder, path.name)
         if not (target.exists() and os.path.samefile(path, target)):
             shutil.copyfile(path, target)
-        copied.append(path.name)
-    return copied
 
 
 # --- converting -----------------------------------------------------------------------------------
 
 
-def convert_to_native(source: str | Path, folder: str | Path, image_token_id: int, max_shard_size: str) -> Any:
+def convert_to_native(source: str | Path, folder: str | Path, image_token_id: int, max_shard_size: str) -> None:
     """Write a checkpoint in InternVL's format as a native one, tensor by tensor as they are stored.
-
-    Returns:
-        the native config.
 
     Raises:
         UserError: as `load_internvl_format`.
@@ -404,16 +393,12 @@ def convert_to_native(source: str | Path, folder: str | Path, image_token_id: in
     meta = {n: plan[name].split(stored[name].to("meta"))[n] for n, name in where.items()}
     write_weights(folder, meta, make, max_shard_size)
     config.save_pretrained(folder)
-    return config
 
 
 def convert_to_internvl_format(
     source: str | Path, folder: str | Path, like: str | Path | None, max_shard_size: str
-) -> dict[str, Any]:
+) -> None:
     """Write a native checkpoint in InternVL's format, tensor by tensor as they are stored.
-
-    Returns:
-        its config.json.
 
     Raises:
         UserError: it is no InternVLForConditionalGeneration, or its weights are not those of its config.
@@ -433,4 +418,3 @@ def convert_to_internvl_format(
         if names:
             raise UserError(f"{source}: weights are {what}: {named(sorted(names))}")
     save_internvl_format(folder, config, state, like=like, max_shard_size=max_shard_size)
-    return read_config(folder)

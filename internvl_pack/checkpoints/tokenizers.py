@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         if not Path(path).is_dir() and os.environ.get("HF_HUB_OFFLINE") == "1":
             raise UserError(f"{path}: no such folder, and the hub is off (HF_HUB_OFFLINE=1)") from error
-        raise UserError(f"{path}: no tokenizer found there: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path}: no tokenizer found there: {first_line(error)}") from error
 
 
 def _loaded(path: str | Path) -> Any:

@@ -91,16 +91,13 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def write_weights(
-    folder: str | Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor], max_shard_size: str = SHARD_SIZE
-) -> list[str]:
+    folder: str | Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor], max_shard_size: str
+) -> None:
     """Write safetensors, with an index where there are several; one shard is in memory at a time.
 
     Args:
         shapes: the tensors, on any device ("meta" does): their names, sizes and dtypes.
         make: gives a tensor by its name.
-
-    Returns:
-        the files written.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -108,20 +105,17 @@ def write_weights(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=max_shard_size)
-    written = list(plan.filename_to_tensors)
     for file, names in plan.filename_to_tensors.items():
         save_file({n: make(n).contiguous() for n in names}, folder / file, metadata={"format": "pt"})
     for stale in folder.glob("model*.safetensors"):  # of an earlier save with other shards
-        if stale.name not in written:
+        if stale.name not in plan.filename_to_tensors:
             stale.unlink()
     index = folder / "model.safetensors.index.json"
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        written.append(index.name)
     else:
         index.unlink(missing_ok=True)
-    return written
 
 
 def named(names: list[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internvl_format, is_internvl_format
 from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
-from ..errors import UserError, naming
+from ..errors import UserError, first_line, naming
 from .attention import linear_layers, log_linear_attention, register_packed_attention, select_kernel
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
@@ -263,7 +263,7 @@ def _from_pretrained(
     try:
         return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation, **options)
     except OSError as error:
-        raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+        raise UserError(f"--{option} {path}: {first_line(error)}") from error
 
 
 def check_loadable(family_check: str | None = None, **paths: str | Path | None) -> None:
@@ -295,16 +295,12 @@ def _model_type(path: str | Path, option: str) -> str | None:
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        raise UserError(f"--{option} {path}: {_first_line(error)}") from error
+        raise UserError(f"--{option} {path}: {first_line(error)}") from error
     if "model_type" not in config:
         raise UserError(
             f"--{option} {path}: no config.json with a model_type there: give a checkpoint's folder or hub name"
         )
     return config["model_type"]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 # --- do the parts fit -----------------------------------------------------------------------------

@@ -66,16 +66,13 @@ def compile_blocks(
     recompute: str = "language",
     fused_vision: bool = True,
     backend: str | Callable[..., Any] = "inductor",
-) -> int:
+) -> None:
     """Compile the repeated blocks in place; names of modules and parameters stay.
 
     Args:
         recompute: one of RECOMPUTE.
         fused_vision: let the vision tower's layers run as vision/fused.py writes them out, where they can be.
         backend: of torch.compile, a name or a function.
-
-    Returns:
-        how many modules are compiled.
 
     Raises:
         UserError: a model or a kind of sharding that does not go with it, or an unknown `recompute`.
@@ -103,7 +100,6 @@ def compile_blocks(
         packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)
     packed.is_compiled = True
     logger.info("torch.compile: %d blocks, compiled in the first steps", len(blocks))
-    return len(blocks)
 
 
 class CompiledForward:

@@ -19,7 +19,7 @@ import torch
 from ..checkpoints.encoding import encode_config, served_by
 from ..checkpoints.internvl_format_files import without_zero3
 from ..encode.families import make_family
-from ..errors import SampleError, UserError
+from ..errors import SampleError, UserError, first_line
 from .parity import PLANS, Parity, make_segment, measure_parity, pack_on_cpu, perturbed, pictures
 from .towers import TOWERS, find_tower
 
@@ -62,9 +62,9 @@ def check_by_parity(path: str | Path, family: str, tokenizer: Any) -> None:
     except UserError:
         raise
     except Exception as error:  # code written for another model, on this one
-        said = str(error).strip().splitlines() or [""]
         raise UserError(
-            f"{what} is not built as that family is ({type(error).__name__}: {said[0]}): try another of {_names()}"
+            f"{what} is not built as that family is ({type(error).__name__}: {first_line(error)}): try another of "
+            f"{_names()}"
         ) from error
     if not found.holds:
         raise UserError(

@@ -66,15 +66,12 @@ def check_fp8(recipe: str, device: torch.device | str | None, compute_dtype: tor
         raise UserError(f"--fp8 {recipe} goes with bfloat16, this run is in {compute_dtype}: set --bf16 True")
 
 
-def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None = None) -> int:
+def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None = None) -> None:
     """Let the linear layers of the decoder multiply in fp8, in place; before they are compiled, after LoRA is put in.
 
     Args:
         recipe: one of RECIPES.
         device: as of check_fp8.
-
-    Returns:
-        how many layers.
 
     Raises:
         UserError: a mixture of experts, linear attention, or no layer that can be taken.
@@ -101,7 +98,6 @@ def use_fp8(packed: PackedModel, recipe: str, device: torch.device | str | None 
     float8.convert_to_float8_training(layers, config=config, module_filter_fn=_is_suitable)
     packed.fp8 = recipe
     logger.info("fp8 (%s): %d linear layers of the decoder", recipe, len(suitable))
-    return len(suitable)
 
 
 def why_slower(packed: PackedModel, device: torch.device | str | None = None) -> str | None:

@@ -141,7 +141,9 @@ def test_under_autocast_it_compiles_too(tokenizer):
 def test_names_of_parameters_stay(tokenizer):
     packed = tiny_packed(tokenizer)
     names = list(packed.state_dict())
-    assert compile_blocks(packed, backend="eager") == len(repeated_blocks(packed)) == 2 + 1 + 2 + 1
+    compile_blocks(packed, backend="eager")
+    assert len(repeated_blocks(packed)) == 2 + 1 + 2 + 1
+    assert all(isinstance(block.forward, compiled.CompiledForward) for block in repeated_blocks(packed))
     assert list(packed.state_dict()) == names
 
 

@@ -63,7 +63,7 @@ def float8_layers(packed: PackedModel) -> set[str]:
 def test_the_decoder_and_nothing_else_is_taken(tokenizer):
     packed = tiny_packed(tokenizer)
     before = dict(packed.named_parameters())
-    assert use_fp8(packed, "rowwise", "cpu") == 14
+    use_fp8(packed, "rowwise", "cpu")
     prefix = "model.model.language_model.layers"
     assert float8_layers(packed) == {
         f"{prefix}.{i}.{'self_attn' if name.split('_')[0] in 'qkvo' else 'mlp'}.{name}"
@@ -77,7 +77,8 @@ def test_the_decoder_and_nothing_else_is_taken(tokenizer):
 
 def test_sizes_that_the_hardware_does_not_multiply_are_left_alone(tokenizer):
     packed = tiny_packed(tokenizer, hidden_size=64, intermediate_size=120)
-    assert use_fp8(packed, "rowwise", "cpu") == 8
+    use_fp8(packed, "rowwise", "cpu")
+    assert len(float8_layers(packed)) == 8
     assert {name.rpartition(".")[2] for name in float8_layers(packed)} == set(LAYERS[:4])
     with pytest.raises(UserError, match="--fp8 rowwise: no linear layer of the decoder has both sizes a multiple"):
         use_fp8(tiny_packed(tokenizer, hidden_size=72, head_dim=18), "rowwise", "cpu")

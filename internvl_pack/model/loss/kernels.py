@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...batch.loss_weights import IGNORE_INDEX
-from ...errors import UserError
+from ...errors import UserError, first_line
 from ..attention import run_device
 from .head import LossKernel, loss_and_gradient
 
@@ -78,8 +78,7 @@ def difference_from_torch(device: torch.device, dtype: torch.dtype) -> str | Non
     try:
         losses, grad = liger_loss_and_gradient(logits.clone(), targets, weights, dtype)
     except Exception as error:  # a version whose kernel takes other arguments, or that does not compile here
-        detail = str(error).splitlines()[0] if str(error) else ""
-        return f"liger-kernel does not run here ({type(error).__name__}: {detail})"
+        return f"liger-kernel does not run here ({type(error).__name__}: {first_line(error)})"
     if not torch.allclose(losses, expected, rtol=1e-5, atol=1e-5):
         return f"liger-kernel gives other losses, by {(losses - expected).abs().max().item():.1e}"
     apart = ((grad.float() - expected_grad).norm() / expected_grad.norm()).item()
