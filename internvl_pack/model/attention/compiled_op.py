@@ -21,20 +21,16 @@ NO_WINDOW = 0  # of the `window` argument here, which must be an int
 
 
 def attention_operation(
-    name: str,
-    settings: str,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., Gradients],
-    lse_shape: Callable[[Tensor], tuple[int, ...]],
+    name: str, settings: str, halves: Callable[..., tuple[Any, Any, Any]]
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]:
     """(attend, attend_backward): a kernel's two halves as operations, called outside of autocast.
 
     Args:
         name: of the operation in torch's library.
         settings: what comes after q, k and v, in torch's schema language, tensors first.
-        forward: forward(q, k, v, *settings) -> out, like q; lse, the log-sum-exp that the gradient needs, float32.
-        backward: backward(upstream, q, k, v, out, lse, *settings) -> gradients of q, k and v.
-        lse_shape: of the log-sum-exp, from q.
+        halves: halves(*settings) -> forward, backward, given:
+            forward(q, k, v, given) -> out, like q; lse, the log-sum-exp of the scores, float32 (..., Hq, N).
+            backward(upstream, q, k, v, out, lse, given) -> gradients of q, k and v.
     """
 
     @torch.library.custom_op(
@@ -43,13 +39,16 @@ def attention_operation(
         schema=f"(Tensor q, Tensor k, Tensor v, {settings}) -> (Tensor, Tensor)",
     )
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        forward, _, given = halves(*rest)
+        assert forward is not None, "called for kernels that have one"
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(q, k, v, *rest)
+            out, lse = forward(q, k, v, given)
         return out.contiguous(), lse.contiguous()
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=torch.float32)
+        *outer, tokens, heads, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((*outer, heads, tokens), dtype=torch.float32)
 
     saved = "Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
@@ -57,8 +56,9 @@ def attention_operation(
         f"internvl_pack::{name}_backward", mutates_args=(), schema=f"({saved}, {settings}) -> (Tensor, Tensor, Tensor)"
     )
     def attend_backward(upstream: Tensor, *rest: Any) -> Gradients:
+        _, backward, given = halves(*rest[5:])
         with torch.autocast(upstream.device.type, enabled=False):
-            gradients = backward(upstream.contiguous(), *rest)
+            gradients = backward(upstream.contiguous(), *rest[:5], given)
         dq, dk, dv = (g.to(t.dtype).contiguous() for g, t in zip(gradients, rest[:3], strict=True))
         return dq, dk, dv
 
@@ -93,29 +93,16 @@ def settings_of(kernel: Kernel, q: Tensor, row: Row) -> tuple[Any, ...]:
     return row.max_seqlen, row.scale_of(q), row.window or NO_WINDOW, row.causal, kernel.name
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    kernel, row = _kernel_and_row(*rest)
-    assert kernel.forward is not None, "called for kernels that have one"
-    return kernel.forward(q, k, v, row)
+def _halves(
+    cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int, causal: bool, name: str
+) -> tuple[Any, Any, Row]:
+    kernel = KERNELS[name]
+    return kernel.forward, kernel.backward, Row(cu_seqlens, max_seqlen, scale, window or None, causal)
 
 
-def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Gradients:
-    kernel, row = _kernel_and_row(*rest)
-    assert kernel.backward is not None, "a kernel with a forward has a backward"
-    return kernel.backward(upstream, q, k, v, out, lse, row)
-
-
-def _kernel_and_row(
-    cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int, causal: bool, kernel: str
-) -> tuple[Kernel, Row]:
-    return KERNELS[kernel], Row(cu_seqlens, max_seqlen, scale, window or None, causal)
-
-
-# The kernel contract, and the log-sum-exp of the scores, float32 (Hq, N), which the gradient needs.
+# The kernel contract, and the log-sum-exp of the scores.
 attend, attend_backward = attention_operation(
     "attend",
     "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt window, bool causal, str kernel",
-    _forward,
-    _backward,
-    lambda q: (q.shape[1], q.shape[0]),
+    _halves,
 )

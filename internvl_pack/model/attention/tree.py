@@ -98,8 +98,12 @@ def attend_trees(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, row: Row, link
     return _attend(q.contiguous(), k.contiguous(), v.contiguous(), row.cu_seqlens, *links[:4], *settings)[0]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    kernel, row, cross, branches, prefixes = _calls(*settings)
+# The kernel, the rows of its two calls, and the places of the second one's queries and keys.
+_Calls = tuple[Kernel, Row, Row, Tensor, Tensor]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, calls: _Calls) -> tuple[Tensor, Tensor]:
+    kernel, row, cross, branches, prefixes = calls
     assert kernel.forward is not None, "a kernel for trees has halves"
     out, lse = kernel.forward(q, k, v, row)
     more, more_lse = kernel.forward(q[branches], k[prefixes], v[prefixes], cross)
@@ -108,8 +112,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, T
     return out, lse
 
 
-def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any) -> Gradients:
-    kernel, row, cross, branches, prefixes = _calls(*settings)
+def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, calls: _Calls) -> Gradients:
+    kernel, row, cross, branches, prefixes = calls
     assert kernel.backward is not None, "a kernel with a forward has a backward"
     totals = kernel.backward(upstream, q, k, v, out, lse, row)
     seen = (out[branches], lse[:, branches].contiguous(), cross)
@@ -119,7 +123,7 @@ def _backward(upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return totals
 
 
-def _calls(
+def _halves(
     cu_seqlens: Tensor,
     branches: Tensor,
     prefixes: Tensor,
@@ -130,18 +134,15 @@ def _calls(
     max_prefix: int,
     scale: float,
     kernel: str,
-) -> tuple[Kernel, Row, Row, Tensor, Tensor]:
-    """The kernel, the rows of its two calls, and the places of the second one's queries and keys."""
+) -> tuple[Any, Any, _Calls]:
     row = Row(cu_seqlens, max_seqlen, scale)
     cross = Row(cu_branches, max_branches, scale, None, False, cu_prefixes, max_prefix)
-    return KERNELS[kernel], row, cross, branches, prefixes
+    return _forward, _backward, (KERNELS[kernel], row, cross, branches, prefixes)
 
 
 _attend, _ = attention_operation(
     "attend_trees",
     "Tensor cu_seqlens, Tensor branches, Tensor prefixes, Tensor cu_branches, Tensor cu_prefixes, SymInt max_seqlen, "
     "SymInt max_branches, SymInt max_prefix, float scale, str kernel",
-    _forward,
-    _backward,
-    lambda q: (q.shape[1], q.shape[0]),
+    _halves,
 )

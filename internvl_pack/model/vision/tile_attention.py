@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..attention import HALF, KERNELS, Gradients, Kernel, attention_operation, one_dtype
+from ..attention import HALF, KERNELS, Kernel, attention_operation, one_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,19 +81,8 @@ def _attention_function(kernel: str) -> Any:
     return tile_attention
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
-    forward = KERNELS[kernel].tiles_forward
-    assert forward is not None, "called for kernels that have one"
-    return forward(q, k, v, scale)
+def _halves(scale: float, kernel: str) -> tuple[Any, Any, float]:
+    return KERNELS[kernel].tiles_forward, KERNELS[kernel].tiles_backward, scale
 
 
-def _backward(*tensors_and_settings: Any) -> Gradients:
-    *tensors, scale, kernel = tensors_and_settings
-    backward = KERNELS[kernel].tiles_backward
-    assert backward is not None, "a kernel with a forward has a backward"
-    return backward(*tensors, scale)
-
-
-attend_tiles, _ = attention_operation(
-    "attend_tiles", "float scale, str kernel", _forward, _backward, lambda q: (q.shape[0], q.shape[2], q.shape[1])
-)
+attend_tiles, _ = attention_operation("attend_tiles", "float scale, str kernel", _halves)
