@@ -27,14 +27,10 @@ from .base import Features, register_tower
 
 
 class NativeTower:
-    """See Tower. A tile is the square of pixels that becomes one token; those of a picture lie in reading order.
+    """See Tower. A tile is the square of pixels that becomes one token; those of a picture lie in reading order."""
 
-    Attributes:
-        STATISTICS: mean and standard deviation of the three colours.
-    """
-
-    STATISTICS: tuple[tuple[float, float, float], tuple[float, float, float]]
-
+    STATISTICS = CLIP  # mean and standard deviation of the three colours
+    lora_targets: tuple[str, ...] = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
     image_token = "<|image_pad|>"
     projector = ("merger", "deepstack_merger_list")  # modules after the tower's own
     tokens_per_tile = 1
@@ -180,8 +176,6 @@ class _AddDeepFeatures:
 class Glm4vTower(NativeTower):
     """Positions by a table that is resampled on the device."""
 
-    STATISTICS = CLIP
-    lora_targets = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
     image_token = "<|image|>"
     projector = ("downsample", "merger")
 
@@ -189,9 +183,6 @@ class Glm4vTower(NativeTower):
 @register_tower("qwen2_5_vl")
 class Qwen25Tower(NativeTower):
     """Most layers attend within windows of 112 x 112 pixels."""
-
-    STATISTICS = CLIP
-    lora_targets = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
 
 
 @register_tower("qwen3_5_moe")

@@ -14,20 +14,16 @@ from .flash_attn import bounds
 
 
 @functools.cache
-def varlen_attn() -> tuple[Callable, bool] | None:
+def varlen_attn() -> tuple[Callable, bool]:
     """torch's function, and whether grouped heads must be announced (torch 2.13; 2.11 just takes them)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    from torch.nn.attention.varlen import varlen_attn
+
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     """Causal is a window of (-1, 0)."""
-    found = varlen_attn()
-    assert found is not None, "checked by problem"
-    attend, announce = found
+    attend, announce = varlen_attn()
     grouped = {"enable_gqa": True} if announce and q.shape[1] != k.shape[1] else {}
     at = (row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
     return attend(q, k, v, *at, scale=row.scale, window_size=row.flash_window, **grouped)
@@ -53,12 +49,4 @@ def _options(q: Tensor, row: Row) -> dict[str, float | int]:
     return {"scale": row.scale_of(q), "window_size_left": left, "window_size_right": right}
 
 
-def problem(device: torch.device) -> str | None:
-    if reason := needs_ampere(device):
-        return reason
-    if varlen_attn() is None:
-        return "needs torch.nn.attention.varlen (torch 2.10 or newer): upgrade torch, or use --attn_kernel auto"
-    return None
-
-
-KERNEL = Kernel(name="varlen", run=run, problem=problem, half_only=True, forward=forward, backward=backward)
+KERNEL = Kernel(name="varlen", run=run, problem=needs_ampere, half_only=True, forward=forward, backward=backward)
