@@ -3,8 +3,8 @@
 What is compiled is a block (a vision layer, a decoder layer), not the model: all layers of a tower share
 one compiled graph, so it takes the time of two layers, and what is irregular about a pack stays outside:
 
-* attention is one operation to the compiler (attention/compiled_op.py), which gets the row's boundaries as a tensor
-  and its longest segment as a symbol: neither the number of segments nor their lengths can cause a
+* attention is one operation to the compiler (attention/kernels/operation.py), which gets the row's boundaries as a
+  tensor and its longest segment as a symbol: neither the number of segments nor their lengths can cause a
   recompilation. A kernel without such an operation is called between two graphs;
 * tokens of a row and tiles of a batch are symbols from the first compilation on. Only a row of 1 tile (or
   1 token) is another case to the compiler: it gets a tile of zeros beside it (images.py).

@@ -1,8 +1,7 @@
 """Attention that keeps the segments of a packed row apart: the kernels, and how a model comes to use one.
 
-kernels/          one signature, a file a kernel
+kernels/          one signature, a file a kernel; operation.py: a kernel as one operation of a compiled layer
 register.py       the choice of the kernel; the function among transformers' attention functions
-compiled_op.py    attention as one operation of a compiled layer, of rows and of tiles
 tree.py           branches that see their prefix
 linear.py         linear attention, whose state ends with a segment
 ulysses.py, ring.py    attention of a row that several ranks share
@@ -10,8 +9,7 @@ boundaries.py     checks of cu_seqlens
 """
 
 from .boundaries import check_boundaries, validate_cu_seqlens
-from .compiled_op import attend_row, attention_operation
-from .kernels import HALF, KERNELS, Gradients, Kernel, Row, register_kernel, run_device
+from .kernels import HALF, KERNELS, Kernel, Row, attend_row, attention_operation, register_kernel, run_device
 from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
 from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
@@ -19,7 +17,6 @@ from .tree import TreeLinks, tree_links
 __all__ = [
     "HALF",
     "KERNELS",
-    "Gradients",
     "Kernel",
     "Row",
     "Stretches",

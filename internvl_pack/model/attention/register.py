@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...parallel.group import SequenceGroup
-from .compiled_op import attend_row
-from .kernels import HALF, KERNELS, Kernel, Row, run_device
+from .kernels import HALF, KERNELS, Kernel, Row, attend_row, run_device
 from .linear import Stretches
 from .ring import ring_attention
 from .sinks import attend_with_sinks, masked_attention_with_sinks

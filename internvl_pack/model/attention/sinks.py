@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiled_op import attend, attend_backward, settings_of
-from .kernels import Kernel, Row
+from .kernels import Kernel, Row, attend, attend_backward, settings_of
 
 
 def attend_with_sinks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, row: Row) -> Tensor:

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .compiled_op import attention_operation
-from .kernels import KERNELS, Gradients, Kernel, Row
+from .kernels import KERNELS, Gradients, Kernel, Row, attention_operation
 from .ring import joined
 
 

@@ -87,20 +87,17 @@ def test_the_written_out_gradient_of_the_reference_is_autograds(window):
 def test_torchs_kernel_is_called_as_causal_with_or_without_a_window(monkeypatch):
     calls = []
 
-    def like_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        calls.append(window_size)
-        return q
+    def like_aten(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, mask, *, scale, window_size_left, **right):
+        calls.append((causal, window_size_left, *right.values()))
+        assert (max_q, max_k, dropout, mask, scale) == (4, 4, 0.0, False, 0.5)
+        return torch.zeros_like(q), torch.zeros(2, 4), None
 
-    def like_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        calls.append((window_size, enable_gqa))
-        return q
-
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", like_aten)
     q, k = torch.zeros(4, 2, 8), torch.zeros(4, 1, 8)
-    for function, announce in ((like_2_11, False), (like_2_13, True)):
-        monkeypatch.setattr(varlen, "varlen_attn", lambda f=function, a=announce: (f, a))
-        for window in (None, 2, 4):
-            varlen.run(q, k, k, Row(int32(0, 4), 4, None, window))
-    assert calls == [(-1, 0), (1, 0), (-1, 0), ((-1, 0), True), ((1, 0), True), ((-1, 0), True)]
+    for window in (None, 2, 4):
+        varlen.run(q, k, k, Row(int32(0, 4), 4, 0.5, window))
+    varlen.forward(q, k, k, Row(int32(0, 4), 4, 0.5, causal=False))
+    assert calls == [(True, -1, 0), (False, 1, 0), (True, -1, 0), (False, -1, -1)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

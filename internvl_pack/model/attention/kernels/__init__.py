@@ -22,15 +22,30 @@ A kernel is a file with a `KERNEL`, and a place among these; one from elsewhere 
 """
 
 from . import fa4, flash_attn, sdpa, varlen
-from .base import HALF, Gradients, Kernel, Row, run_device
+from .base import HALF, KERNELS, Gradients, Kernel, Row, run_device
+from .operation import attend, attend_backward, attend_row, attention_operation, settings_of
 
-__all__ = ["HALF", "KERNELS", "Gradients", "Kernel", "Row", "register_kernel", "run_device"]
-
-# By name. `auto` takes the first that runs on the device in the type of the run.
-KERNELS: dict[str, Kernel] = {module.KERNEL.name: module.KERNEL for module in (fa4, flash_attn, varlen, sdpa)}
+__all__ = [
+    "HALF",
+    "KERNELS",
+    "Gradients",
+    "Kernel",
+    "Row",
+    "attend",
+    "attend_backward",
+    "attend_row",
+    "attention_operation",
+    "register_kernel",
+    "run_device",
+    "settings_of",
+]
 
 
 def register_kernel(kernel: Kernel) -> Kernel:
     """Add a kernel, after all that are there, or in the place of the one of its name."""
     KERNELS[kernel.name] = kernel
     return kernel
+
+
+for module in (fa4, flash_attn, varlen, sdpa):
+    register_kernel(module.KERNEL)

@@ -97,6 +97,10 @@ class Kernel:
         return "internvl_pack_" + self.name.replace("flash_attn", "fa").replace("sdpa", "segments")
 
 
+# By name. `auto` takes the first that runs on the device in the type of the run.
+KERNELS: dict[str, Kernel] = {}
+
+
 def run_device(device: torch.device | str | None) -> torch.device:
     """Where a model will run; None means CUDA where there is one."""
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,32 +1,18 @@
-"""torch.nn.attention.varlen: the flash-attn 2 kernel inside torch."""
+"""The flash-attn 2 kernel inside torch, that of torch.nn.attention.varlen."""
 
 from __future__ import annotations
-
-import functools
-import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .base import Gradients, Kernel, Row, needs_ampere
 from .flash_attn import bounds
-
-
-@functools.cache
-def varlen_attn() -> tuple[Callable, bool]:
-    """torch's function, and whether grouped heads must be announced (torch 2.13; 2.11 just takes them)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+from .operation import attend_row
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
-    """Causal is a window of (-1, 0)."""
-    attend, announce = varlen_attn()
-    grouped = {"enable_gqa": True} if announce and q.shape[1] != k.shape[1] else {}
-    at = (row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
-    return attend(q, k, v, *at, scale=row.scale, window_size=row.flash_window, **grouped)
+    """By the halves: torch's own function differs from version to version, and that of 2.10 has no scale or window."""
+    return attend_row(KERNEL, q, k, v, row)[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, row: Row) -> tuple[Tensor, Tensor]:

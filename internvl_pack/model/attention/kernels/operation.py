@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import KERNELS, Gradients, Kernel, Row
+from .base import KERNELS, Gradients, Kernel, Row
 
 NO_WINDOW = 0  # of the `window` argument here, which must be an int
 

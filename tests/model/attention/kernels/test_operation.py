@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from internvl_pack.model.attention import KERNELS, Row
-from internvl_pack.model.attention.compiled_op import attend, attend_row
+from internvl_pack.model.attention.kernels import KERNELS, Row, attend, attend_row
 
 
 def inputs():
