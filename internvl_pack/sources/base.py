@@ -84,13 +84,22 @@ class Source(ABC):
             IndexError: beyond the end.
         """
 
-    @abstractmethod
     def sample_id(self, row: int) -> str:
         """The id of a row, bad or not, without reading its record."""
+        return f"{self.name}/{row}"
 
     @abstractmethod
     def origin(self, row: int) -> str:
         """Where a row stands, for messages, without reading its record."""
+
+    def check_row(self, row: int) -> None:
+        """Check that there is such a row.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
 
     @property
     def damage(self) -> Sequence[SampleError]:

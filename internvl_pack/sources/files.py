@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import UserError
@@ -13,6 +12,15 @@ from .addresses import check_remote_read, is_remote, pread_all, system_path
 
 # Descriptors of annotation files and shards that a process keeps open.
 MAX_OPEN_FILES = 128
+
+# How compressed files begin, of which nothing can be read by position: (what they are, what unpacks them).
+COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ": ("xz", "unxz"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
 
 
 class Stamp(NamedTuple):
@@ -28,10 +36,16 @@ def stamp_of(path: str) -> Stamp:
     Raises:
         OSError: there is no such file.
     """
-    if is_remote(path):
-        return Stamp(os.stat(remote.copy_of(path, check=True)).st_size, remote.mark_of(path))
-    found = os.stat(system_path(path))
-    return Stamp(found.st_size, found.st_mtime_ns)
+    return _stamp(path, os.stat(remote.copy_of(path, check=True) if is_remote(path) else system_path(path)))
+
+
+def stamp_of_open(path: str, fd: int) -> Stamp:
+    """As `stamp_of`, of a file that is open."""
+    return _stamp(path, os.fstat(fd))
+
+
+def _stamp(path: str, found: os.stat_result) -> Stamp:
+    return Stamp(found.st_size, remote.mark_of(path) if is_remote(path) else found.st_mtime_ns)
 
 
 def open_file(path: str) -> int:
@@ -42,15 +56,7 @@ def open_file(path: str) -> int:
     """
     if is_remote(path):
         path = remote.copy_of(path)
-    return os.open(system_path(path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-
-
-def stamp_of_open(path: str, fd: int) -> Stamp:
-    """As `stamp_of`, of a file that is open."""
-    found = os.fstat(fd)
-    if is_remote(path):
-        return Stamp(found.st_size, remote.mark_of(path))
-    return Stamp(found.st_size, found.st_mtime_ns)
+    return os.open(system_path(path), os.O_RDONLY)
 
 
 class _Descriptor:
@@ -65,28 +71,15 @@ class _Descriptor:
         os.close(self.fd)
 
 
-_open_files: OrderedDict[tuple[str, Stamp], _Descriptor] = OrderedDict()
-_lock = threading.Lock()
+class _NoCopyError(Exception):
+    """The local copy of an address had to make room for others."""
 
 
-def _forget_open_files() -> None:
-    """In a forked child: drop the parent's descriptors and a lock that another thread may have held."""
-    global _lock
-    _lock = threading.Lock()
-    _open_files.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_open_files)
-
-
+@lru_cache(maxsize=MAX_OPEN_FILES)
 def _descriptor(path: str, stamp: Stamp) -> _Descriptor:
-    key = (path, stamp)
-    with _lock:
-        opened = _open_files.get(key)
-        if opened is not None:
-            _open_files.move_to_end(key)
-            return opened
+    """Forked workers share it: reading by position moves nothing in it."""
+    if is_remote(path) and remote.cached(path) is None:
+        raise _NoCopyError
     opened = _Descriptor(open_file(path))
     size = os.fstat(opened.fd).st_size
     if size != stamp.size:
@@ -94,24 +87,19 @@ def _descriptor(path: str, stamp: Stamp) -> _Descriptor:
             f"{path} changed while it was in use: {stamp.size} bytes when opened first, {size} now; "
             "start again with the finished file"
         )
-    with _lock:
-        _open_files[key] = opened
-        while len(_open_files) > MAX_OPEN_FILES:
-            _open_files.popitem(last=False)
     return opened
 
 
 def read_at(path: str, stamp: Stamp, offset: int, num_bytes: int) -> bytes:
     """Bytes [offset, offset + num_bytes) of an indexed file, fewer only at its end.
 
-    The descriptor is kept and reopened in every process; reading moves no shared file position, so threads and
-    forked workers do not disturb each other.
-
     Raises:
         OSError: the file went away or the disk failed.
         UserError: the file has another size than when it was indexed.
     """
-    if is_remote(path) and (path, stamp) not in _open_files and remote.cached(path) is None:
+    try:
+        opened = _descriptor(path, stamp)
+    except _NoCopyError:
         check_remote_read(path)
-        return remote.fetch(path, offset, min(offset + num_bytes, stamp.size))  # it had to make room: a part is enough
-    return pread_all(_descriptor(path, stamp).fd, num_bytes, offset)
+        return remote.fetch(path, offset, min(offset + num_bytes, stamp.size))  # a part is enough
+    return pread_all(opened.fd, num_bytes, offset)

@@ -22,14 +22,14 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import SampleError, UserError
 from .base import RawSample, Source, own_id
 from .content import new_hash
-from .image_refs import MAX_IMAGE_BYTES, DataRef, FileRef, FolderResolver, ImageRef
+from .image_refs import MAX_IMAGE_BYTES, DataRef, FileRef, FolderResolver, ImageRef, ReadsBytes
 from .names import is_data_uri, meant
 from .normalise import ANSWERS, IMAGES, TURNS, as_list, normalised
 from .tables import is_saved, is_table, no_table
@@ -92,15 +92,11 @@ class DatasetSource(Source):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def sample_id(self, row: int) -> str:
-        return f"{self.name}/{row}"
-
     def origin(self, row: int) -> str:
         return f"{self.name}:row {row}"
 
     def read(self, row: int) -> RawSample:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+        self.check_row(row)
         data = dict(self._record(row))
         if images := as_list(data.pop("image", None)):
             data["image"] = [f"#{place}" for place in range(len(images))]
@@ -204,7 +200,7 @@ class _RowResolver:
 
 
 @dataclass(frozen=True)
-class _RowImage:
+class _RowImage(ReadsBytes):
     """An image inside a row."""
 
     source: DatasetSource
@@ -215,14 +211,8 @@ class _RowImage:
     def name(self) -> str:
         return f"{self.source.origin(self.row)}, image {self.place + 1}"
 
-    def read(self) -> bytes:
-        return self.source.image_bytes(self.row, self.place)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self.source.image_bytes(self.row, self.place, head=True)[:num_bytes]
-
-    def open(self) -> BinaryIO:
-        return io.BytesIO(self.read())
+    def _read(self, limit: int | None) -> bytes:
+        return self.source.image_bytes(self.row, self.place, head=limit is not None)[:limit]
 
 
 def _check_columns(name: str, dataset: Any, conversations: str | None, image: str | None) -> None:

@@ -76,8 +76,24 @@ def _open_either_form(path: str, flags: int) -> int:
         raise
 
 
+class ReadsBytes:
+    """An `ImageRef`, by a `_read` of its first `limit` bytes; None for all."""
+
+    def _read(self, limit: int | None) -> bytes:
+        raise NotImplementedError
+
+    def read(self) -> bytes:
+        return self._read(None)
+
+    def head(self, num_bytes: int) -> bytes:
+        return self._read(num_bytes)
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.read())
+
+
 @dataclass(frozen=True)
-class FileRef:
+class FileRef(ReadsBytes):
     """An image that is a file of its own."""
 
     path: str
@@ -85,12 +101,6 @@ class FileRef:
     @property
     def name(self) -> str:
         return self.path
-
-    def read(self) -> bytes:
-        return self._read(None)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self._read(num_bytes)
 
     def open(self) -> BinaryIO:
         fd, _ = self._open()
@@ -112,7 +122,6 @@ class FileRef:
         raise SampleError("image_empty", f"{self.path!r} has 0 bytes")
 
     def _read(self, limit: int | None) -> bytes:
-        """The file's first `limit` bytes; all for None."""
         fd, size = self._open()
         try:
             if limit is None and size > MAX_IMAGE_BYTES:
@@ -125,7 +134,7 @@ class FileRef:
 
 
 @dataclass(frozen=True)
-class SliceRef:
+class SliceRef(ReadsBytes):
     """An image that is a part of a larger file: a member of a tar shard, bytes [offset, offset + size)."""
 
     path: str
@@ -138,23 +147,23 @@ class SliceRef:
     def name(self) -> str:
         return f"{self.path}:{self.member or self.offset}"
 
-    def read(self) -> bytes:
-        return self._read(self.size)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self._read(min(num_bytes, self.size))
-
     def open(self) -> BinaryIO:
-        if self.size == 0:
-            raise SampleError("image_empty", f"{self.name} has 0 bytes")
+        self._check_filled()
         return io.BufferedReader(_Window(self), 1 << 16)
 
-    def _read(self, num_bytes: int, offset: int = 0) -> bytes:
-        """`num_bytes` from `offset` within the member."""
-        if self.size == 0:
-            raise SampleError("image_empty", f"{self.name} has 0 bytes")
+    def _read(self, limit: int | None) -> bytes:
+        self._check_filled()
+        num_bytes = self.size if limit is None else min(limit, self.size)
         if num_bytes > MAX_IMAGE_BYTES:
             raise SampleError("image_too_many_bytes", f"{self.name}: {self.size} bytes")
+        return self.part(num_bytes, 0)
+
+    def _check_filled(self) -> None:
+        if self.size == 0:
+            raise SampleError("image_empty", f"{self.name} has 0 bytes")
+
+    def part(self, num_bytes: int, offset: int) -> bytes:
+        """`num_bytes` from `offset` within the member."""
         try:
             data = read_at(self.path, self.stamp, self.offset + offset, num_bytes)
         except OSError as error:
@@ -186,13 +195,13 @@ class _Window(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._ref.size - self._position))
         if count:
-            view[:count] = self._ref._read(count, self._position)
+            view[:count] = self._ref.part(count, self._position)
             self._position += count
         return count
 
 
 @dataclass(frozen=True)
-class RemoteRef:
+class RemoteRef(ReadsBytes):
     """An image or video that is a file of its own at an address."""
 
     address: str
@@ -201,46 +210,37 @@ class RemoteRef:
     def name(self) -> str:
         return self.address
 
-    def read(self) -> bytes:
-        return self._read(None)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self._read(num_bytes)
-
     def open(self) -> BinaryIO:
         """Videos are copied whole: players jump about in them."""
         check_remote_read(self.address)
         with self._failures():
             return open(remote.image_copy_of(self.address), "rb")
 
-    def _read(self, num_bytes: int | None) -> bytes:
+    def _read(self, limit: int | None) -> bytes:
         check_remote_read(self.address)
         with self._failures():
-            data = self._copied(num_bytes)
+            try:
+                with open(remote.image_copy_of(self.address, limit=MAX_IMAGE_BYTES), "rb") as file:
+                    data = file.read(limit)
+            except FileNotFoundError:  # another process needed its room
+                data = remote.fetch(self.address, 0, limit, limit=MAX_IMAGE_BYTES)
         if not data:
             raise SampleError("image_empty", f"{self.address} has 0 bytes")
         return data
-
-    def _copied(self, num_bytes: int | None) -> bytes:
-        try:
-            with open(remote.image_copy_of(self.address, limit=MAX_IMAGE_BYTES), "rb") as file:
-                return file.read() if num_bytes is None else file.read(num_bytes)
-        except FileNotFoundError:  # another process needed its room
-            return remote.fetch(self.address, 0, num_bytes, limit=MAX_IMAGE_BYTES)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
         try:
             yield
         except remote.RemoteError as error:
-            reason = "image_missing" if error.gone else "image_too_many_bytes" if error.large else "image_unreachable"
-            raise SampleError(reason, str(error.strerror)) from None
+            reasons = {"gone": "image_missing", "large": "image_too_many_bytes"}
+            raise SampleError(reasons.get(error.kind, "image_unreachable"), str(error.strerror)) from None
         except remote.NoStoreError as error:  # one stray address must not end a run
             raise SampleError("remote_not_supported", str(error)) from None
 
 
 @dataclass(frozen=True)
-class DataRef:
+class DataRef(ReadsBytes):
     """An image or video that its record holds: a `data:` URI in base64 (RFC 2397). It is decoded when it is read.
 
     Args:
@@ -255,17 +255,7 @@ class DataRef:
     def name(self) -> str:
         return f"data:{self.uri[5:45].partition(',')[0].partition(';')[0]} ({self.number})"
 
-    def read(self) -> bytes:
-        return self._read(None)
-
-    def head(self, num_bytes: int) -> bytes:
-        return self._read(num_bytes)
-
-    def open(self) -> BinaryIO:
-        return io.BytesIO(self.read())
-
-    def _read(self, num_bytes: int | None) -> bytes:
-        """The first `num_bytes`; all for None."""
+    def _read(self, limit: int | None) -> bytes:
         uri = self.uri if "\n" not in self.uri else self.uri.replace("\n", "").replace("\r", "")  # as MIME writes it
         start = uri.find(",", 0, _MAX_MEDIA_TYPE) + 1
         size = len(uri) - start  # in characters, four for three bytes
@@ -279,9 +269,9 @@ class DataRef:
             raise SampleError(
                 "image_corrupt", f"{self._begins}: {size} characters of base64 are no multiple of 4; was it cut?"
             )
-        stop = None if num_bytes is None else start + (num_bytes + 2) // 3 * 4
+        stop = None if limit is None else start + (limit + 2) // 3 * 4
         try:
-            return base64.b64decode(uri[start:stop], validate=True)[:num_bytes]
+            return base64.b64decode(uri[start:stop], validate=True)[:limit]
         except ValueError as error:  # binascii.Error among them
             raise SampleError("image_corrupt", f"{self._begins} is not in base64: {error}") from None
 

@@ -67,7 +67,7 @@ def read_index(data_path: str, kind: str, stamp: Stamp, columns: Mapping[str, st
         BadIndexError: it is stale, damaged, of another version or kind, or unreadable.
     """
     try:
-        fd = os.open(system_path(index_path(data_path)), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(system_path(index_path(data_path)), os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -96,12 +96,10 @@ def _read(mapped: mmap.mmap, kind: str, stamp: Stamp, columns: Mapping[str, str]
     if mapped[-len(_MAGIC) :] != _MAGIC:
         raise BadIndexError("is cut")
     _, length = struct.unpack_from("<Ii", mapped, 8)
-    if length > _MAX_SCHEMA_BYTES:
-        raise BadIndexError("is damaged")
+    _check(length <= _MAX_SCHEMA_BYTES)
     stream = pa.py_buffer(mapped)[8:]  # what an Arrow IPC file holds is a stream; its footer repeats the schema
     messages = pa.ipc.MessageReader.open_stream(stream)
-    if messages.read_next_message().type != "schema":  # which Arrow takes for granted
-        raise BadIndexError("is damaged")
+    _check(messages.read_next_message().type == "schema")  # which Arrow takes for granted
     reader = pa.ipc.open_stream(stream)
     schema = reader.schema
     head = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
@@ -109,26 +107,25 @@ def _read(mapped: mmap.mmap, kind: str, stamp: Stamp, columns: Mapping[str, str]
         raise BadIndexError("is of another program or version")
     if head["kind"] != kind:
         raise BadIndexError(f"was built for {head['kind']!r:.20}, not {kind}")
-    if not all(type(head[name]) is int for name in ("size", "mtime_ns")):
-        raise BadIndexError("is damaged")
+    _check(all(type(head[name]) is int for name in ("size", "mtime_ns")))
     if Stamp(head["size"], head["mtime_ns"]) != stamp:
         raise BadIndexError("is older than the data, which has changed since")
-    if not schema.equals(_schema(columns)):
-        raise BadIndexError("is damaged")
+    _check(schema.equals(_schema(columns)))
     message = messages.read_next_message()
-    if message.type != "record batch" or _is_compressed(message.metadata):
-        raise BadIndexError("is damaged")
+    _check(message.type == "record batch" and not _is_compressed(message.metadata))
     batch = reader.read_next_batch()
     batch.validate(full=True)
-    if len(batch) != 1 or any(column.null_count for column in batch.columns):
-        raise BadIndexError("is damaged")
+    _check(len(batch) == 1 and not any(column.null_count for column in batch.columns))
     arrays = {name: batch.column(name).flatten().to_numpy(zero_copy_only=True) for name in columns}
     notes, content = head["notes"], head["content"]
-    if not (isinstance(notes, dict) and isinstance(content, str) and _MARK.fullmatch(content)):
-        raise BadIndexError("is damaged")
-    if _checksum({**head, "checksum": None}, arrays) != head["checksum"]:
-        raise BadIndexError("is damaged")
+    _check(isinstance(notes, dict) and isinstance(content, str) and _MARK.fullmatch(content) is not None)
+    _check(_checksum({**head, "checksum": None}, arrays) == head["checksum"])
     return IndexFile(arrays, notes, content)
+
+
+def _check(is_whole: bool) -> None:
+    if not is_whole:
+        raise BadIndexError("is damaged")
 
 
 def _schema(columns: Mapping[str, str]) -> Any:

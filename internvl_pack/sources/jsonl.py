@@ -24,7 +24,7 @@ from ..errors import SampleError, UserError
 from .addresses import pread_all
 from .base import RawSample, Source, own_id
 from .content import PieceHashes, mark_of_pieces
-from .files import Stamp, open_file, read_at, stamp_of
+from .files import COMPRESSED, Stamp, open_file, read_at, stamp_of
 from .image_refs import FolderResolver
 from .index import BadIndexError, IndexWriter, index_path, is_increasing, read_index
 from .parse import MAX_RECORD_BYTES, parse_record
@@ -42,11 +42,6 @@ _NEWLINE = 10
 _HEAD_BYTES = 64 << 10
 _HINT_BYTES = 4 << 30  # indexing in memory takes seconds from here on
 _REFUSED_STARTS = {
-    b"\x1f\x8b": "is gzip-compressed; rows are read by position: unpack it with gunzip",
-    b"\x28\xb5\x2f\xfd": "is zstd-compressed; rows are read by position: unpack it with zstd -d",
-    b"BZh": "is bzip2-compressed; rows are read by position: unpack it with bunzip2",
-    b"\xfd7zXZ": "is xz-compressed; rows are read by position: unpack it with unxz",
-    b"PK\x03\x04": "is a zip archive: unpack it",
     b"PAR1": "is a Parquet file: write it as JSON lines, one object a line",
     b"version https://git-lfs": "is a pointer of Git LFS, not the file: fetch it with git lfs pull",
     b"\xff\xfe\0\0": "is UTF-32 text: write it as UTF-8 (iconv -f UTF-32 -t UTF-8)",
@@ -60,13 +55,13 @@ _LINES_OF_ARRAY = 'python -c "import json, sys; [print(json.dumps(row)) for row 
 class Part(NamedTuple):
     """The rows that start in one range of bytes.
 
-    `low` uint32: low halves of their offsets; `before` {k: rows of the part before offset k * 2^32, for each k whose
-    multiple lies in the range}; `blank` uint64: for each blank line, the number of the part's rows before it; `pieces`:
-    hashes of its bytes, for the content mark, which wants parts that start at multiples of `content.PIECE_BYTES`.
+    `low` uint32: low halves of their offsets; `high` uint64: for each multiple of 2^32 in the range, the number of the
+    part's rows before it; `blank` uint64: the same for each blank line; `pieces`: hashes of its bytes, for the content
+    mark, which wants parts that start at multiples of `content.PIECE_BYTES`.
     """
 
     low: np.ndarray
-    before: dict[int, int]
+    high: np.ndarray
     blank: np.ndarray
     pieces: bytes
 
@@ -141,7 +136,8 @@ def scan_part(path: str, start: int, stop: int, size: int) -> Part:
     """Scan bytes [start, stop) of a file; parts of one file join to the scan of the whole."""
     lows, blanks = [], []
     pieces = PieceHashes(start)
-    before = {k: 0 for k in range((start >> 32) + 1, (min(stop, size) >> 32) + 1)}
+    multiples = np.arange((start >> 32) + 1, (min(stop, size) >> 32) + 1, dtype=np.uint64) << np.uint64(32)
+    high = np.zeros(len(multiples), np.uint64)
     count = 0
     fd = open_file(path)
     try:
@@ -151,14 +147,13 @@ def scan_part(path: str, start: int, stop: int, size: int) -> Part:
             pieces.update(text)
             lows.append(rows.astype(np.uint32))  # keeps the low 32 bits
             blanks.append(gaps.astype(np.uint64) + np.uint64(count))
-            for k in before:
-                before[k] += int(np.searchsorted(rows, np.uint64(k << 32)))
+            high += np.searchsorted(rows, multiples).astype(np.uint64)
             count += len(rows)
     finally:
         os.close(fd)
     return Part(
         np.concatenate(lows) if lows else np.empty(0, np.uint32),
-        before,
+        high,
         np.concatenate(blanks) if blanks else np.empty(0, np.uint64),
         pieces.digest(),
     )
@@ -195,8 +190,7 @@ class JsonlIndex:
 def build_index(path: str, stamp: Stamp) -> JsonlIndex:
     """Index a file in memory."""
     part = scan_part(path, 0, stamp.size, stamp.size)
-    high = np.array([part.before[k] for k in sorted(part.before)], np.uint64)
-    return JsonlIndex(stamp, part.low, high, part.blank, mark_of_pieces(stamp.size, [part.pieces]))
+    return JsonlIndex(stamp, part.low, part.high, part.blank, mark_of_pieces(stamp.size, [part.pieces]))
 
 
 class JsonlIndexWriter:
@@ -209,8 +203,7 @@ class JsonlIndexWriter:
         self.num_rows = 0
 
     def add(self, part: Part) -> None:
-        for k in sorted(part.before):
-            self._writer.append("high", np.array([self.num_rows + part.before[k]], np.uint64))
+        self._writer.append("high", part.high + np.uint64(self.num_rows))
         self._writer.append("blank", part.blank + np.uint64(self.num_rows))
         self._writer.append("low", part.low)
         self._pieces.append(part.pieces)
@@ -266,6 +259,9 @@ def check_format(path: str, stamp: Stamp) -> None:
         tail = pread_all(fd, _HEAD_BYTES, max(0, stamp.size - _HEAD_BYTES))
     finally:
         os.close(fd)
+    for magic, (kind, cure) in COMPRESSED.items():
+        if head.startswith(magic):
+            raise UserError(f"annotation {path} is {kind}-compressed; rows are read by position: unpack it with {cure}")
     for magic, what in _REFUSED_STARTS.items():
         if head.startswith(magic):
             raise UserError(f"annotation {path} {what}")
@@ -355,15 +351,11 @@ class JsonlSource(Source):
         """The mark of all bytes of the annotation file (content.py)."""
         return self._index.content
 
-    def sample_id(self, row: int) -> str:
-        return f"{self.name}/{row}"
-
     def origin(self, row: int) -> str:
         return f"{self._path}:line {self._index.line(row)}"
 
     def read(self, row: int) -> RawSample:
-        if not 0 <= row < len(self._index):
-            raise IndexError(f"row {row} of {len(self._index)}")
+        self.check_row(row)
         origin = self.origin(row)
         start, stop = self._index.start(row), self._index.start(row + 1)
         before = min(start, 1)  # the byte in front shows whether a line does start here

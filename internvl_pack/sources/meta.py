@@ -9,7 +9,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import UserError
@@ -17,24 +17,12 @@ from .addresses import is_remote, system_path
 from .data_path import entry_of, fields_of_lines
 from .names import meant
 from .normalise import TURNS
+from .parse import kind_of, refuse_constant
 from .reach import hosts_of
 from .tables import is_table, no_table
 
 logger = logging.getLogger(__name__)
 
-KEYS = (
-    "root",
-    "annotation",
-    "shards",
-    "caption",
-    "source",
-    "options",
-    "data_augment",
-    "repeat_time",
-    "weight",
-    "max_dynamic_patch",
-    "length",
-)
 MAX_META_BYTES = 64 << 20
 MAX_SHARDS = 1_000_000
 
@@ -84,6 +72,9 @@ class DatasetSpec:
         return f"image names are joined to {root}; if they lie elsewhere, give that folder as 'root' in a meta file"
 
 
+KEYS = tuple(each.name for each in fields(DatasetSpec) if each.name not in ("name", "meta_file", "hosts"))
+
+
 def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     """Read and check a meta file: `{name: {root, annotation | shards, data_augment, repeat_time, ...}}`.
 
@@ -101,7 +92,7 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
     meta_file = os.fspath(path)
     content: Any = entry_of(meta_file) or _read_meta(meta_file)
     if not isinstance(content, dict):
-        raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {_kind(content)}")
+        raise UserError(f"{meta_file}: a meta file is one JSON object {{name: {{...}}}}, not {kind_of(content)}")
     meta_file = _absolute(meta_file)  # rows are found also after the process has changed its folder
     specs = tuple(
         _dataset(meta_file, name, entry)
@@ -117,9 +108,8 @@ def load_meta(path: str | os.PathLike[str]) -> tuple[DatasetSpec, ...]:
 def _read_meta(meta_file: str) -> Any:
     try:
         with open(system_path(meta_file), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UserError(f"meta file {meta_file} is not a file")
-            raw = file.read(MAX_META_BYTES + 1)
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            raw = file.read(MAX_META_BYTES + 1) if is_file else b""  # a pipe would wait
     except FileNotFoundError:
         raise UserError(f"meta file {meta_file} {no_table(meta_file)} (working folder: {os.getcwd()})") from None
     except IsADirectoryError:
@@ -129,14 +119,14 @@ def _read_meta(meta_file: str) -> Any:
         ) from None
     except OSError as error:
         raise UserError(f"meta file {meta_file} cannot be read: {error.strerror}") from None
-    except UserError:
-        raise
     except ValueError as error:
         raise UserError(f"meta file {meta_file!r} cannot be a file name: {error}") from None
+    if not is_file:
+        raise UserError(f"meta file {meta_file} is not a file")
     if len(raw) > MAX_META_BYTES:
         raise UserError(f"{meta_file} is too large for a meta file: is it an annotation file?")
     try:
-        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise UserError(f"{meta_file}: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -163,15 +153,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constants(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
 def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
     where = f"{meta_file}: dataset {name!r}"
     if not name.strip():
@@ -181,14 +162,14 @@ def _dataset(meta_file: str, name: str, entry: Any) -> DatasetSpec:
     except UnicodeEncodeError:
         raise UserError(f"{where}: the name holds half a surrogate pair, which is no character") from None
     if not isinstance(entry, dict):
-        raise UserError(f"{where}: expected an object with the keys {', '.join(KEYS)}, found {_kind(entry)}")
+        raise UserError(f"{where}: expected an object with the keys {', '.join(KEYS)}, found {kind_of(entry)}")
     _check_keys(where, entry)
     annotation = _text(where, entry, "annotation")
     patterns = _patterns(where, entry)
     source = _text(where, entry, "source")
     options = entry.get("options", {})
     if not isinstance(options, dict):
-        raise UserError(f"{where}: 'options' must be an object, found {_kind(options)}")
+        raise UserError(f"{where}: 'options' must be an object, found {kind_of(options)}")
     if source is None and "options" in entry:
         raise UserError(f"{where}: 'options' belong to a 'source', which is not given")
     if source is not None and (annotation is not None or patterns is not None or entry.get("root")):
@@ -237,7 +218,7 @@ def _check_keys(where: str, entry: dict[str, Any]) -> None:
 def _text(where: str, entry: dict[str, Any], key: str) -> str | None:
     value = entry.get(key)
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}: {key!r} must be a string, found {_kind(value)}")
+        raise UserError(f"{where}: {key!r} must be a string, found {kind_of(value)}")
     if key != "root" and value == "":
         raise UserError(f"{where}: {key!r} is empty")
     return value

@@ -158,11 +158,7 @@ def _key_of_text(turn: Any) -> str | None:
 
 def _key_of_parts(turn: Any) -> str | None:
     """The key under which a turn has a list of parts."""
-    if isinstance(turn, dict):
-        for key in _TEXTS:
-            if type(turn.get(key)) is list:
-                return key
-    return None
+    return next((key for key in _TEXTS if type(turn.get(key)) is list), None) if isinstance(turn, dict) else None
 
 
 def _written_out(turns: list[Any], images: Any) -> tuple[list[Any], Any]:

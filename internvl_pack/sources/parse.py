@@ -13,7 +13,7 @@ from ..errors import SampleError
 MAX_RECORD_BYTES = 64 << 20
 
 
-def _refuse_constant(text: str) -> NoReturn:
+def refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
@@ -24,8 +24,14 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float, strict=True)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite_float, strict=True)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, for messages."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def parse_record(raw: bytes, origin: str | None = None) -> dict[str, Any]:
@@ -59,25 +65,11 @@ def parse_record(raw: bytes, origin: str | None = None) -> dict[str, Any]:
     except ValueError as error:  # our own checks, and Python's limit on the digits of an integer
         raise SampleError("invalid_json", str(error), origin) from None
     if not isinstance(record, dict):
-        kind = {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(record), "a number")
-        raise SampleError("not_an_object", f"the record is {kind}, not an object", origin)
-    if _SURROGATE_ESCAPE.search(raw) and _has_lone_surrogate(record):
-        raise SampleError("lone_surrogate", r"a \ud800-\udfff escape without its partner is no character", origin)
+        raise SampleError("not_an_object", f"the record is {kind_of(record)}, not an object", origin)
+    if _SURROGATE_ESCAPE.search(raw):
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            what = r"a \ud800-\udfff escape without its partner is no character"
+            raise SampleError("lone_surrogate", what, origin) from None
     return record
-
-
-def _has_lone_surrogate(value: Any) -> bool:
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return True
-        elif isinstance(value, dict):
-            waiting.extend(value)
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
-    return False

@@ -19,14 +19,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urljoin
 
 from ..errors import UserError
@@ -53,20 +54,17 @@ class RemoteError(OSError):
     """An address that could not be read. The message names it.
 
     Attributes:
-        gone: it does not exist.
-        tired: all attempts failed.
-        large: it has more bytes than were allowed.
+        kind: "gone" of what does not exist, "tired" where all attempts failed, "large" of more bytes than were allowed,
+            "" of anything else.
     """
 
-    def __init__(
-        self, address: str, what: str, *, gone: bool = False, tired: bool = False, large: bool = False
-    ) -> None:
+    def __init__(self, address: str, what: str, kind: str = "") -> None:
         super().__init__(f"{address}: {what}")
         self.strerror = f"{address}: {what}"
-        self.address, self.what, self.gone, self.tired, self.large = address, what, gone, tired, large
+        self.address, self.what, self.kind = address, what, kind
 
-    def __reduce__(self) -> tuple[Any, tuple[str, str]]:  # errors of workers are pickled
-        return partial(RemoteError, gone=self.gone, tired=self.tired, large=self.large), (self.address, self.what)
+    def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:  # errors of workers are pickled
+        return RemoteError, (self.address, self.what, self.kind)
 
 
 class NoStoreError(UserError):
@@ -97,11 +95,6 @@ def cache_folder() -> str:
     return os.environ.get("INTERNVL_PACK_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "internvl_pack")
 
 
-def believes_images() -> bool:
-    """Whether copies of images that an earlier run made are used without asking."""
-    return bool(os.environ.get("INTERNVL_PACK_CACHE"))
-
-
 def retrying(address: str, attempt: Callable[[], _T]) -> _T:
     """Call `attempt` until it does not raise `_TryAgainError`.
 
@@ -115,7 +108,7 @@ def retrying(address: str, attempt: Callable[[], _T]) -> _T:
             return attempt()
         except _TryAgainError as error:
             if not left:
-                raise RemoteError(address, f"{error} (tried {retries + 1} times)", tired=True) from None
+                raise RemoteError(address, f"{error} (tried {retries + 1} times)", "tired") from None
             logger.info("%s: %s; trying again in %.1f s", address, error, pause)
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -177,7 +170,7 @@ class HttpStore:
             else:
                 raise RemoteError(self.address, "redirected without end")
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, UnicodeError) as error:
-            raise RemoteError(self.address, f"no address: {error}", gone=True) from None
+            raise RemoteError(self.address, f"no address: {error}", "gone") from None
         except requests.exceptions.RequestException as error:
             raise _TryAgainError(_short(error)) from None
         if answer.status_code in _RETRIED:
@@ -185,8 +178,8 @@ class HttpStore:
             raise _TryAgainError(f"the server answered {answer.status_code} {answer.reason}")
         if answer.status_code not in (200, 206, 416):
             answer.close()
-            gone = answer.status_code in (404, 410)
-            raise RemoteError(self.address, f"the server answered {answer.status_code} {answer.reason}", gone=gone)
+            kind = "gone" if answer.status_code in (404, 410) else ""
+            raise RemoteError(self.address, f"the server answered {answer.status_code} {answer.reason}", kind)
         return answer
 
     def version(self) -> Version:
@@ -283,7 +276,7 @@ class FsspecStore:
         except (RemoteError, UserError, _TryAgainError):
             raise
         except FileNotFoundError:
-            raise RemoteError(self.address, "there is no such file", gone=True) from None
+            raise RemoteError(self.address, "there is no such file", "gone") from None
         except IsADirectoryError:
             raise RemoteError(self.address, "it is a folder") from None
         except PermissionError as error:
@@ -332,27 +325,39 @@ def fetch(address: str, start: int = 0, stop: int | None = None, *, limit: int |
     """Bytes [start, stop) of an address, fewer only at its end.
 
     Raises:
-        RemoteError: it cannot be read, or has more than `limit` bytes.
+        RemoteError: it cannot be read, has more than `limit` bytes, or takes too long.
     """
-    store, known = store_of(address), Version()
-    got = bytearray()
-    seconds = MAX_TIMEOUTS * _setting("INTERNVL_PACK_TIMEOUT", 30)
-    started = time.monotonic()
-
-    def attempt() -> bytes:
-        for chunk in store.chunks(start + len(got), stop, known):
-            got.extend(chunk)
-            if time.monotonic() - started > seconds:
-                raise RemoteError(
-                    address, f"{len(got)} bytes came in {seconds:.0f} s, which is all it may take", tired=True
-                )
-            if limit is not None and len(got) > limit:
-                raise RemoteError(address, f"more than {limit} bytes", large=True)
-        return bytes(got)
-
     if stop is not None and stop <= start:
         return b""
-    return retrying(address, attempt)
+    got = io.BytesIO()
+    _download(
+        store_of(address), got, Version(), start, stop, limit, MAX_TIMEOUTS * _setting("INTERNVL_PACK_TIMEOUT", 30)
+    )
+    return got.getvalue()
+
+
+def _download(
+    store: HttpStore | FsspecStore,
+    file: BinaryIO,
+    known: Version,
+    start: int = 0,
+    stop: int | None = None,
+    limit: int | None = None,
+    seconds: float = math.inf,
+) -> None:
+    """Write bytes [start, stop) of a store into an empty file; an attempt goes on where the one before broke off."""
+    started = time.monotonic()
+
+    def attempt() -> None:
+        for chunk in store.chunks(start + file.tell(), stop, known):
+            file.write(chunk)
+            if time.monotonic() - started > seconds:
+                what = f"{file.tell()} bytes came in {seconds:.0f} s, which is all it may take"
+                raise RemoteError(store.address, what, "tired")
+            if limit is not None and file.tell() > limit:
+                raise RemoteError(store.address, f"more than {limit} bytes", "large")
+
+    retrying(store.address, attempt)
 
 
 def _place(address: str) -> str:
@@ -371,9 +376,9 @@ def cached(address: str) -> str | None:
 
 
 def image_copy_of(address: str, *, limit: int | None = None) -> str:
-    """As `copy_of` of an image or video, asking once a run about a copy of an earlier one."""
+    """As `copy_of` of an image or video, asking once a run about a copy of an earlier one, if in the default folder."""
     check = False
-    if not believes_images():
+    if not os.environ.get("INTERNVL_PACK_CACHE"):
         with contextlib.suppress(FileNotFoundError):
             check = os.stat(_place(address) + ".json").st_mtime < _STARTED
     return copy_of(address, check=check, limit=limit)
@@ -427,19 +432,12 @@ def _copy(address: str, path: str, limit: int | None) -> None:
     try:
         version = retrying(address, store.version)
     except RemoteError as error:
-        if error.gone or error.tired:
+        if error.kind:
             raise
         version = Version(size=None)  # some servers refuse HEAD
     known = {name: mark for name, mark in version.items() if name != "size"}
     with open(beside, "wb") as file:
-
-        def attempt() -> None:
-            for chunk in store.chunks(file.tell(), None, known):
-                file.write(chunk)
-                if limit is not None and file.tell() > limit:
-                    raise RemoteError(address, f"more than {limit} bytes", large=True)
-
-        retrying(address, attempt)
+        _download(store, file, known, limit=limit)
         size = file.tell()
     if version["size"] is not None and size != version["size"]:
         os.unlink(beside)

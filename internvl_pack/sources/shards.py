@@ -20,10 +20,21 @@ from .base import RawSample, Source, own_id
 from .content import new_hash
 from .files import Stamp, read_at, stamp_of
 from .index import BadIndexError, index_path
-from .members import MemberResolver, MemberSlice, image_names, members_of
+from .members import (
+    DUPLICATE,
+    NO_RECORD,
+    OK,
+    REASONS,
+    Entry,
+    MemberResolver,
+    image_names,
+    members_of,
+    read_entry,
+    row_key,
+)
 from .normalise import normalised
 from .parse import MAX_RECORD_BYTES, parse_record
-from .shard_index import DUPLICATE, NO_RECORD, OK, REASONS, ShardIndex, load_index, read_entry, row_key, scan_shard
+from .shard_index import ShardIndex, load_index, scan_shard
 from .tar import DamagedHeaderError, Reader, windowed
 
 logger = logging.getLogger(__name__)
@@ -135,7 +146,7 @@ class ShardSource(Source):
         key = self.key(row) if captioned else None
         read = _reader(shard)
         try:
-            members = members_of(read, headers, key)
+            members = members_of(read, headers, shard.stamp.size, key)
             if key is None:
                 record, key = members[0], members[0].path[:-5]
             else:
@@ -193,8 +204,7 @@ class ShardSource(Source):
 
     def _shard(self, row: int) -> tuple[_Shard, int, list[int]]:
         """(shard, status, positions of the members' headers) of a row."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+        self.check_row(row)
         number = int(np.searchsorted(self._starts, row, "right")) - 1
         shard = self._shards[number]
         index = shard.index if shard.index is not None else self._map(number)
@@ -259,7 +269,7 @@ def _reader(shard: _Shard) -> Reader:
     return windowed(lambda offset, num_bytes: read_at(shard.path, shard.stamp, offset, num_bytes))
 
 
-def _caption_among(members: Sequence[MemberSlice], origin: str) -> MemberSlice:
+def _caption_among(members: Sequence[Entry], origin: str) -> Entry:
     texts = [member for member in members if member.ending.rpartition(".")[2] == "txt"]
     if len(texts) != 1:
         raise SampleError("record_missing", f"{len(texts)} .txt members with the caption; there must be one", origin)

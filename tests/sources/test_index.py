@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from internvl_pack.errors import SampleError, UserError
-from internvl_pack.sources import index, jsonl, shard_index
+from internvl_pack.sources import index, jsonl, members, shard_index
 from internvl_pack.sources.content import new_hash
 from internvl_pack.sources.files import Stamp, stamp_of
 from internvl_pack.sources.index import BadIndexError, IndexWriter, index_path, is_increasing, read_index
@@ -334,7 +334,7 @@ def test_forged_rows_of_a_shard_are_refused_or_samples_of_it(tmp_path):
         except UserError as error:
             assert "not what it was when it was indexed" in str(error)
             continue
-        rejected = {reason for reason, _ in shard_index.REASONS.values()} | {"invalid_json", "invalid_utf8"}
+        rejected = {reason for reason, _ in members.REASONS.values()} | {"invalid_json", "invalid_utf8"}
         assert set(found) <= {f"r{row}" for row in range(6)} | rejected
     assert refused > 200
 

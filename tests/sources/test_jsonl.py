@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import pytest
@@ -140,7 +141,7 @@ def test_a_line_without_end_is_refused_unread(tmp_path, monkeypatch):
         (b"\x28\xb5\x2f\xfd\0", "zstd -d"),
         (A.decode().encode("utf-16"), "UTF-16"),
         (b"PAR1....PAR1", "Parquet"),
-        (b"PK\x03\x04....", "zip archive"),
+        (b"PK\x03\x04....", "zip-compressed"),
         (bytes(257) + b"ustar\x0000" + bytes(1000), "tar archive: name it under 'shards'"),
     ],
 )
@@ -392,11 +393,13 @@ def _own_ids(source, rows):
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_OPEN_FILES", 4)
+    assert files._descriptor.cache_parameters()["maxsize"] == files.MAX_OPEN_FILES
+    monkeypatch.setattr(files, "_descriptor", lru_cache(maxsize=4)(files._descriptor.__wrapped__))
+    before = len(os.listdir("/proc/self/fd"))
     sources = [JsonlSource("set", make(tmp_path, good(f"r{number}"), f"{number}.jsonl")) for number in range(20)]
     for _ in range(2):
         assert [source.read(0).own_id for source in sources] == [f"r{number}" for number in range(20)]
-    assert len(files._open_files) <= 4
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 def test_names_outside_ascii_under_lang_c(tmp_path):

@@ -203,12 +203,12 @@ def test_what_does_not_pass_is_said_by_address_and_number_of_tries(file, server)
     assert server.requests["GET /a%20b.bin"] == 4
 
 
-@pytest.mark.parametrize("status, gone", [("404", True), ("410", True), ("403", False), ("401", False)])
-def test_what_will_not_pass_is_not_tried_again(file, server, status, gone):
+@pytest.mark.parametrize("status, kind", [("404", "gone"), ("410", "gone"), ("403", ""), ("401", "")])
+def test_what_will_not_pass_is_not_tried_again(file, server, status, kind):
     server.faults["bin"] = [status] * 9
     with pytest.raises(RemoteError, match=f"answered {status}") as error:
         fetch(file)
-    assert error.value.gone == gone and server.requests.total() == 1
+    assert error.value.kind == kind and server.requests.total() == 1
 
 
 def test_nobody_listens(monkeypatch):

@@ -285,7 +285,7 @@ def test_a_record_without_an_image_field_gets_the_images_in_member_order(tmp_pat
         ([("k.jpg", b"x")], "record_missing", "no .json member goes with 'k.jpg' at byte 0"),
         ([("k.json", b"")], "record_empty", "'k.json' has 0 bytes"),
         ([("k.json", b"{")], "invalid_json", "at character 1"),
-        ([("k.json", b"[]")], "not_an_object", "the record is an array"),
+        ([("k.json", b"[]")], "not_an_object", "the record is a list"),
         ([("k.json", b"\xff")], "invalid_utf8", "byte 0 of the record"),
         ([("k.json", b"\xef\xbb\xbf{}")], None, ""),
         (
