@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -202,17 +201,12 @@ def to_device(batch: Mapping[str, Any], device: torch.device, on_host: Sequence[
 
 
 def padded_collate_fn(
-    rows: Sequence[PackRow],
-    *,
-    pad_token_id: int = 0,
-    image_size: int = 448,
-    loss_reduction: str = "token",
-    image_token_id: int | Sequence[int] | None = None,
-    grid_positions: bool = False,
-    pairs: bool = False,
-    branch_keys: bool = False,
+    rows: Sequence[PackRow], *, pad_token_id: int = 0, pairs: bool = False, branch_keys: bool = False, **options: Any
 ) -> dict[str, Any]:
     """The same samples unpacked: one sample a row, padded on the right to the longest; of a tree a row a branch.
+
+    Args:
+        options: image_size, loss_reduction, image_token_id and grid_positions, as `packed_collate_fn`.
 
     Returns:
         input_ids, labels, position_ids, attention_mask: int64 (B, L), with `grid_positions` positions (3, B, L);
@@ -228,17 +222,9 @@ def padded_collate_fn(
     for row in rows:
         if len(row.segments) > 1:
             raise ValueError(f"padded_collate_fn takes one sample a row, a row has {len(row.segments)}")
-    collate = partial(
-        packed_collate_fn,
-        pad_token_id=pad_token_id,
-        image_size=image_size,
-        loss_reduction=loss_reduction,
-        image_token_id=image_token_id,
-        grid_positions=grid_positions,
-    )
     segments = [s for row in rows for s in row.segments]
     alone = [PackRow([one]) for s in segments for one in s.unshared()]
-    singles = [collate([row]) for row in alone] or [collate(rows[:1])]
+    singles = [packed_collate_fn([row], pad_token_id=pad_token_id, **options) for row in alone or rows[:1]]
     length = max(one["num_tokens"] for one in singles)
     batch: dict[str, Any] = {}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "loss_weight": 0}
@@ -257,10 +243,11 @@ def padded_collate_fn(
         batch["second_frames"] = torch.cat(second_frames)
     counts = [n for one in singles for n in one["image_offsets"].diff().tolist()]
     batch["image_offsets"] = _offsets(counts)
-    for key in ("sample_ids", "fragments", *(("image_grids",) if grid_positions else ())):
-        batch[key] = [value for one in singles for value in one[key]]
-    for key in _SUMS + (("num_image_tokens",) if image_token_id is not None else ()):
-        batch[key] = sum(one[key] for one in singles)
+    for key in singles[0]:
+        if key in ("sample_ids", "fragments", "image_grids"):
+            batch[key] = [value for one in singles for value in one[key]]
+        elif key in _SUMS:
+            batch[key] = sum(one[key] for one in singles)
     batch["num_samples"] = sum(map(_num_samples, segments))
     batch["num_tokens"] = length * len(singles)
     rewards = [None if branch is None else branch.reward for branch in branches]
@@ -275,13 +262,9 @@ def padded_collate_fn(
     return batch
 
 
+# What a batch counts that adds up over its rows.
 _SUMS = (
-    "num_samples",
-    "num_segments",
-    "num_packs",
-    "num_real_tokens",
-    "num_tiles",
-    "num_loss_tokens",
+    *("num_segments", "num_packs", "num_real_tokens", "num_tiles", "num_loss_tokens", "num_image_tokens"),
     "sum_squared_lengths",
 )
 

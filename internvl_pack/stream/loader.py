@@ -26,7 +26,7 @@ from ..errors import UserError
 from ..ledger import Ledger, Losses
 from ..options import count
 from ..parallel.agreement import Agreement
-from ..survey.exchange import Exchange, StoreExchange, local_store, store_of_the_run
+from ..survey.exchange import Exchange, local_store, store_of_the_run
 from .dataset import PackedDataset, number_from_environment
 from .reader import MicroBatch, Progress
 from .shared_memory import allow_many_open_files, bytes_of_batch, fitting_prefetch, free_bytes, share
@@ -190,7 +190,7 @@ class PackLoader(DataLoader):
             found = self._store.host, self._store.port
         if found is None:
             return None
-        return StoreExchange(*found, prefix=f"internvl_pack/{self.packed_dataset.digest}/")
+        return Exchange(*found, prefix=f"internvl_pack/{self.packed_dataset.digest}/")
 
     def _batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         read = self._from_readers(batches)

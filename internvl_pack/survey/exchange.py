@@ -1,7 +1,7 @@
 """One survey for all readers of a run: the first reader that publishes a part decides what is in it.
 
 Readers on several machines may read a file that fails once on one of them. Plans are functions of the survey, so it
-has to be the same everywhere. `StoreExchange` keeps the parts in the TCP store by which the run's processes found each
+has to be the same everywhere. `Exchange` keeps the parts in the TCP store by which the run's processes found each
 other (or one of this process's own); reader processes connect to it by themselves, so nobody has to come together.
 """
 
@@ -12,28 +12,16 @@ import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
 
-class Exchange(Protocol):
-    """Parts of the survey by name, the same for all readers. Picklable."""
-
-    def get(self, name: str) -> bytes | None:
-        """The part, or None while nobody has published it."""
-        ...
-
-    def publish(self, name: str, part: bytes) -> bytes:
-        """Offer a part; returns the one that counts, this or the one that another reader published earlier."""
-        ...
-
-
 @dataclass
-class StoreExchange:
-    """Parts in a TCP store.
+class Exchange:
+    """Parts of the survey by name, the same for all readers, in a TCP store. Picklable.
 
     Attributes:
         host, port: of the store.
@@ -58,10 +46,12 @@ class StoreExchange:
         return self._client[1]
 
     def get(self, name: str) -> bytes | None:
+        """The part, or None while nobody has published it."""
         store, key = self._store(), self.prefix + name
         return base64.b64decode(store.get(key)) if store.check([key]) else None
 
     def publish(self, name: str, part: bytes) -> bytes:
+        """Offer a part; returns the one that counts, this or the one that another reader published earlier."""
         # Sets the key if there is none; gives back what it holds then.
         agreed = self._store().compare_set(self.prefix + name, "", base64.b64encode(part).decode())
         return base64.b64decode(agreed)

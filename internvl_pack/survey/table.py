@@ -37,7 +37,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..errors import SampleError, UserError
-from ..order.permutation import mix64
 from ..records import Branch, Record, Span
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ MAX_TILES = (1 << 16) - 1
 _CROWDS = (0, *(round(1024 * 2 ** (n / 4)) for n in range(31)))
 _VALUE_BITS = 48
 _VALUE_MASK = (1 << _VALUE_BITS) - 1
-_MASK = (1 << 64) - 1
 _WAIT = 60  # seconds for another process's write
 
 T = TypeVar("T")
@@ -241,19 +239,19 @@ class SurveyTable:
         if not path.exists():
             self._make_lengths(path)
         try:
-            with open(path, "rb") as file:
-                if np.lib.format.read_magic(file) != (1, 0):
-                    raise ValueError("it has another format")
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-                start, size = file.tell(), os.fstat(file.fileno()).st_size
-            if (shape, dtype, size - start) != ((self.key.num_rows,), np.dtype(np.uint64), 8 * self.key.num_rows):
-                raise ValueError("it is cut, or of another shape")
+            return self._mapped(path)
         except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:  # numpy parses the header as Python
             logger.warning("survey %s is damaged (%s) and is made anew", path, error)
             path.unlink(missing_ok=True)
             self._make_lengths(path)
-        # Another user's table is read; what is measured beside it stays with this process (copy on write).
-        return np.lib.format.open_memmap(path, mode="r+" if os.access(path, os.W_OK) else "c")
+            return self._mapped(path)
+
+    def _mapped(self, path: Path) -> np.ndarray:
+        """The table, written in place; of another user's what is measured beside it stays with this process."""
+        found = np.lib.format.open_memmap(path, mode="c")  # which, unlike "r+", refuses a cut file
+        if (found.shape, found.dtype) != ((self.key.num_rows,), np.dtype(np.uint64)):
+            raise ValueError("it is of another shape")
+        return np.lib.format.open_memmap(path, mode="r+") if os.access(path, os.W_OK) else found
 
     def _make_lengths(self, path: Path) -> None:
         """An empty file with its space reserved: a map over a full disk would end the process. Another's stays."""
@@ -307,11 +305,11 @@ class SurveyTable:
         notes = [(row, one.note.to_json()) for row, one in zip(rows, measured, strict=True) if one.note is not None]
         if notes:
             self._on_notes(lambda c: c.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", notes))
-        for row, one in zip(rows, measured, strict=True):
-            assert 0 <= one.num_tokens <= MAX_TOKENS and 0 <= one.num_tiles <= MAX_TILES, "a row beyond its entry"
-            value = one.num_tokens | one.num_tiles << 24 | (one.verdict | one.crowd << 3) << 40
-            check = mix64((value ^ (row * 0xD6E8FEB86659FD93 & _MASK) ^ self._seed) & _MASK) >> 48
-            self._entries[row] = value | check << _VALUE_BITS
+        sizes = [(one.num_tokens, one.num_tiles, one.verdict | one.crowd << 3) for one in measured]
+        assert all(0 <= n <= MAX_TOKENS and 0 <= t <= MAX_TILES for n, t, _ in sizes), "a row beyond its entry"
+        values = np.array([n | t << 24 | state << 40 for n, t, state in sizes], np.uint64)
+        where = np.asarray(rows)
+        self._entries[where] = values | self._checks(values, where) << np.uint64(_VALUE_BITS)
 
     def note(self, row: int) -> Note | None:
         """The note of a row, or None where there is none or it is damaged."""

@@ -18,7 +18,7 @@ from internvl_pack.errors import SampleError, UserError
 from internvl_pack.packing.budget import Room
 from internvl_pack.records import Branch, Record, Span
 from internvl_pack.samples import Samples
-from internvl_pack.survey.exchange import StoreExchange, local_store
+from internvl_pack.survey.exchange import Exchange, local_store
 from internvl_pack.survey.survey import PART, Survey
 from internvl_pack.survey.table import (
     CUTTABLE,
@@ -314,7 +314,7 @@ def test_the_first_reader_that_publishes_a_part_decides_for_all(meta, tokenizer,
     store = local_store()
     surveys = [Survey(each, ROOM, tmp_path / str(n)) for n, each in enumerate((samples, Failing(samples), samples))]
     for reader, survey in enumerate(surveys):
-        survey.share(StoreExchange(store.host, store.port, "test/"), reader=reader, num_readers=3)
+        survey.share(Exchange(store.host, store.port, "test/"), reader=reader, num_readers=3)
     found = [parts(survey, samples) for survey in (surveys[1], surveys[0], surveys[2])]
     assert found[0] == found[1] == found[2]
     assert sum(len(notes) for *_, notes in found[0]) == 43, "what the first one could not read is refused for all"
@@ -327,7 +327,7 @@ def test_readers_share_the_work_of_a_block(meta, tokenizer, tmp_path):
     surveys = [Survey(each, ROOM, tmp_path / str(n)) for n, each in enumerate(counting)]
     mixture = samples.mixture(PackingConfig(), 0)
     for reader, survey in enumerate(surveys):
-        survey.share(StoreExchange(store.host, store.port, "shared/"), reader=reader, num_readers=3)
+        survey.share(Exchange(store.host, store.port, "shared/"), reader=reader, num_readers=3)
     for number in (0, 1, 2):
         surveys[number].exchange.publish(
             f"0/{number}",
