@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .encode.config import EncodeConfig
 from .encode.joined import JoinedSource
-from .encode.sample import Encoded, Encoder, Outline
+from .encode.outline import Outline
+from .encode.sample import Encoded, Encoder
 from .encode.trees import answers_of
 from .errors import SampleError, UserError, isolate_sample_errors
 from .order.mixture import Mixture, MixturePart

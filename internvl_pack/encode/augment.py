@@ -13,10 +13,15 @@ import numpy as np
 MIN_QUALITY, MAX_QUALITY = 75, 100
 
 
+def draw(below: int, *seed: object) -> int:
+    """A number from 0 to below - 1 that is a function of `seed`."""
+    digest = hashlib.blake2b("\n".join(map(str, seed)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % below
+
+
 def jpeg_quality(sample_id: str, epoch: int, tile: int) -> int:
     """The quality of a sample's tile in an epoch, uniform over 75 to 100."""
-    digest = hashlib.blake2b(f"{sample_id}\n{epoch}\n{tile}".encode(), digest_size=8).digest()
-    return MIN_QUALITY + int.from_bytes(digest, "little") % (MAX_QUALITY - MIN_QUALITY + 1)
+    return MIN_QUALITY + draw(MAX_QUALITY - MIN_QUALITY + 1, sample_id, epoch, tile)
 
 
 def recompress(tiles: np.ndarray, sample_id: str, epoch: int, first_tile: int = 0) -> None:

@@ -15,9 +15,7 @@ from ..options import count
 from ..sources.normalise import IMAGES, IN_PARTS, TURNS
 from .chat import Turn
 from .fields import misspelt, system_of
-from .notations import bind_other_notations
-
-PLACEHOLDER = "<image>"
+from .notations import PLACEHOLDER, bind_other_notations
 
 _ROLES = {
     "system": "system",
@@ -157,12 +155,11 @@ def bind_images(turns: list[tuple[str, str]], num_images: int, data: Mapping = M
             "placeholder_mismatch", "a placeholder <image> or <video> in the system turn: write it into the user's turn"
         )
     if found == 0:
-        for index, (role, text) in enumerate(turns):
-            if role in IMAGE_ROLES:
-                turns = [*turns[:index], (role, f"{PLACEHOLDER}\n" * num_images + text), *turns[index + 1 :]]
-                break
-        else:
+        place = next((at for at, (role, _) in enumerate(turns) if role in IMAGE_ROLES), None)
+        if place is None:
             raise SampleError("placeholder_mismatch", f"{count(num_images, 'images')}, but no human turn to hold it")
+        role, text = turns[place]
+        turns = [*turns[:place], (role, f"{PLACEHOLDER}\n" * num_images + text), *turns[place + 1 :]]
     elif found != num_images:
         raise SampleError(
             "placeholder_mismatch",

@@ -82,9 +82,6 @@ def decode_rgb(
     column then stand for fewer pixels of the original than the others.
 
     Args:
-        name: of the image, for messages.
-        data: the whole file.
-        header: its header, from read_header.
         target: (width, height) in stored orientation that the pixels will be resized to. A JPEG much larger than
             that comes at a fraction of its size.
         allow_truncated: accept damaged and cut-off files, what is missing grey or black.
@@ -340,11 +337,8 @@ def _to_rgb(image: PillowImage, background: tuple[int, int, int] | None) -> np.n
     as_rgb = _opaque_rgb
     if background is None:
         image.info.pop("transparency", None)  # of no use any more, and Pillow warns of it
-    if background is not None and image.has_transparency_data:
+    elif image.has_transparency_data:
         as_rgb = partial(_on_background, background=background)
-        if mode == "P":
-            _make_palette_opaque(image, background)
-            as_rgb = _opaque_rgb
     pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
@@ -364,48 +358,27 @@ def _grey(levels: np.ndarray) -> np.ndarray:
 
 def _opaque_rgb(image: PillowImage) -> PillowImage:
     """The colours without alpha: what lies under transparent pixels shows."""
-    if image.mode == "RGB":
-        return image
-    if image.mode in _WITHOUT_PREMULTIPLICATION:  # the only way on that Pillow knows
-        image = image.convert(_WITHOUT_PREMULTIPLICATION[image.mode])
-    try:
-        return image.convert("RGB")
-    except ValueError as error:
-        raise SampleError("image_mode", f"pixels of mode {image.mode}: {error}") from None
-
-
-_WITHOUT_PREMULTIPLICATION = {"La": "LA", "RGBa": "RGBA"}
+    return image if image.mode == "RGB" else _converted(image, "RGB")
 
 
 def _on_background(image: PillowImage, background: tuple[int, int, int]) -> PillowImage:
     """Transparent pixels show the background, half transparent ones are mixed with it."""
     from PIL import Image
 
-    if image.mode == "La":
-        image = image.convert("LA")
-    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
-    alpha = rgba.getchannel("A")
-    least, most = alpha.getextrema()
-    if least == 255:
-        return rgba.convert("RGB")
+    rgba = _converted(image, "RGBA")
     paper = Image.new("RGB", rgba.size, background)
-    if most:
-        paper.paste(rgba, mask=alpha)
+    paper.paste(rgba, mask=rgba.getchannel("A"))
     return paper
 
 
-def _make_palette_opaque(image: PillowImage, background: tuple[int, int, int]) -> None:
-    """Give a palette image the colours that its transparent ones show on a background."""
-    from PIL import Image
+_WITHOUT_PREMULTIPLICATION = {"La": "LA", "RGBa": "RGBA"}  # the only way on that Pillow knows
 
-    assert image.palette is not None, "a palette image"
-    colours = Image.frombytes("P", (256, 1), bytes(range(256)))
-    colours.putpalette(image.palette.palette, image.palette.mode)
-    colours.info["transparency"] = image.info.get("transparency")
-    if colours.info["transparency"] is None:  # the palette itself has alpha
-        del colours.info["transparency"]
-    image.info.pop("transparency", None)
-    image.putpalette(_on_background(colours, background).tobytes(), "RGB")
+
+def _converted(image: PillowImage, mode: str) -> PillowImage:
+    try:
+        return image.convert(_WITHOUT_PREMULTIPLICATION.get(image.mode, image.mode)).convert(mode)
+    except ValueError as error:
+        raise SampleError("image_mode", f"pixels of mode {image.mode}: {error}") from None
 
 
 def _integers_to_bytes(values: np.ndarray) -> np.ndarray:

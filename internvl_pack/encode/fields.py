@@ -128,8 +128,6 @@ def system_of(data: Mapping[str, Any]) -> str | None:
     Raises:
         SampleError: `system_field`, it is no text, or two of them differ.
     """
-    if not any(name in data for name in SYSTEM_FIELDS):
-        return None
     found = {name: data[name] for name in SYSTEM_FIELDS if data.get(name) not in (None, "", [])}
     for name, value in found.items():
         if not isinstance(value, str):
@@ -180,11 +178,12 @@ def _flag_of(turn: Mapping[str, Any], number: int) -> bool | None:
 def unknown_fields(data: Mapping[str, Any]) -> list[str]:
     """Names of the filled fields that are passed over: `mood`, and of turns `conversations[].mood`. Each once."""
     found = [name for name in data if name not in RECORD_FIELDS and is_filled(data[name])]
-    of_turns: dict[str, None] = {}
-    for _, turn in _turns(data):
-        for name in turn.keys() - TURN_FIELDS:
-            if is_filled(turn[name]):
-                of_turns[f"conversations[].{name}"] = None
+    of_turns = {
+        f"conversations[].{name}"
+        for _, turn in _turns(data)
+        for name in turn.keys() - TURN_FIELDS
+        if is_filled(turn[name])
+    }
     return [name[:80] for name in (*found, *sorted(of_turns))][:_MANY]
 
 
@@ -198,8 +197,6 @@ def misspelt(data: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _turns(data: Mapping[str, Any]) -> Iterator[tuple[int, dict]]:
     turns = data.get("conversations")
-    return (
-        ((n, turn) for n, turn in enumerate(turns, 1) if isinstance(turn, dict))
-        if isinstance(turns, list)
-        else iter(())
-    )
+    for number, turn in enumerate(turns if isinstance(turns, list) else (), 1):
+        if isinstance(turn, dict):
+            yield number, turn

@@ -1,21 +1,8 @@
 """Chat formats by name, and those of InternVL's other models: 1.x, 2.0, Mini-InternVL and the GPT-OSS one of 3.5.
 
-    conv_style            a conversation, each turn on a line; what is trained is in brackets
-    Hermes-2              <|im_start|>system\\n...<|im_end|>
-                          <|im_start|>user\\n...<|im_end|>
-                          <|im_start|>assistant\\n[...<|im_end|>]
-    internlm2-chat        the same after <s>; texts are stripped
-    phi3-chat             <|system|>\\n...<|end|>
-                          <|user|>\\n...<|end|>
-                          <|assistant|>\\n[...<|end|>]
-    internvl_zh           " <human>: ..."
-                          " <bot>:[ ...</s>]"
-    internvl3_5_gpt_oss   <|start|>system<|message|>...<|end|>
-                          <|start|>user<|message|>...<|end|>
-                          <|start|>assistant[<|channel|>final<|message|>...<|end|>], <|return|> at the very end
-
-The facts are those of InternVL's `conversation.py` and of its `preprocess_*` functions; docs/migration.md lists where
-these differ from their text. Importing this module registers them; chat.py has the registry.
+docs/encoding.md shows how each writes a conversation, and what of it is trained. The facts are those of InternVL's
+`conversation.py` and of its `preprocess_*` functions; docs/migration.md lists where these differ from their text.
+Importing this module registers them; chat.py has the registry.
 """
 
 from __future__ import annotations
@@ -111,10 +98,12 @@ def _gpt_oss(tokenizer: PreTrainedTokenizerBase) -> Framed:
     return Framed(tokenizer, frames, GPT_OSS_SYSTEM_PROMPT)
 
 
+@register_template("internvl_zh")
 class _HumanAndBot:
-    """`internvl_zh`: roles are words, not tokens, and a space is what parts a question from its answer."""
+    """Roles are words, not tokens, and a space is what parts a question from its answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        _check(tokenizer, "internvl_zh", "</s>")
         self._bos = bos_of(tokenizer)
         self._bot = Part("ids", ids_of(tokenizer, " <bot>:"))
         self._end = {trained: Part("ids", ids_of(tokenizer, "</s>"), trained) for trained in (True, False)}
@@ -134,17 +123,9 @@ class _HumanAndBot:
         return parts
 
 
-@register_template("internvl_zh")
-def _internvl_zh(tokenizer: PreTrainedTokenizerBase) -> _HumanAndBot:
-    _check(tokenizer, "internvl_zh", "</s>")
-    return _HumanAndBot(tokenizer)
-
-
 def _check(tokenizer: PreTrainedTokenizerBase, conv_style: str, *tokens: str) -> None:
     for token in tokens:
         single_token(tokenizer, token, conv_style)
 
 
-@register_template("chat_template")
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> TokenizerTemplate:
-    return TokenizerTemplate(tokenizer)
+register_template("chat_template")(TokenizerTemplate)

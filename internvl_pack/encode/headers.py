@@ -228,7 +228,7 @@ def _jpeg(data: bytes) -> Header:
             height, width = (int.from_bytes(data[position + at : position + at + 2], "big") for at in (5, 7))
             return Header("JPEG", width, height, orientation or 1, data[position + 9], stop)
         if marker == 0xE1 and not orientation and data.startswith(b"Exif\x00\x00", position + 4):
-            orientation = exif_orientation(data[position + 10 : stop])
+            orientation = exif_orientation(data[position + 4 : stop])
         position = stop
     raise ValueError(f"more than {MAX_BLOCKS} segments before the frame header")
 
@@ -301,7 +301,7 @@ def _webp_orientation(data: bytes) -> int:
         if data[position : position + 4] == b"EXIF":
             if stop > len(data):
                 raise _More
-            return exif_orientation(data[position + 8 : stop].removeprefix(b"Exif\x00\x00"))
+            return exif_orientation(data[position + 8 : stop])
         position = stop + (stop & 1)
     return 1
 
@@ -310,8 +310,7 @@ def _gif(data: bytes) -> Header:
     """The screen, or more where the first frame reaches beyond it, as Pillow has it."""
     frame, _ = gif_frame(data)
     left, top, width, height = (int.from_bytes(data[frame + at : frame + at + 2], "little") for at in (1, 3, 5, 7))
-    screen = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
-    across, down = screen
+    across, down = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     return Header("GIF", max(across, left + width), max(down, top + height))
 
 
@@ -417,6 +416,7 @@ _TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\x00": "little", b"M
 
 def exif_orientation(block: bytes) -> int:
     """The orientation tag of an EXIF block (a TIFF header and its first directory); 1 for anything broken."""
+    block = block.removeprefix(b"Exif\x00\x00")  # with which some formats begin it
     order = _TIFF_ORDERS.get(block[:4])
     if order is None:
         return 1
@@ -443,11 +443,11 @@ def _by_pillow(name: str, pillow_name: str, data: bytes) -> Header:
     try:
         with quiet(pillow_name):
             image = open_by_pillow(pillow_name, data)
-        orientation = 1 if pillow_name == "TIFF" else exif_orientation(_exif_of(image))  # Pillow turns TIFF itself
-        width, height = image.size
-        if pillow_name == "TIFF":
+        if pillow_name == "TIFF":  # which Pillow turns itself
             _check_tiff_tiles(image)
-        return Header(pillow_name, width, height, orientation)
+            return Header(pillow_name, *image.size)
+        exif = image.info.get("exif")
+        return Header(pillow_name, *image.size, exif_orientation(exif if isinstance(exif, bytes) else b""))
     except Image.DecompressionBombError as error:
         raise SampleError("image_too_large", f"{name}: {error}") from None
     except _TooCostlyError:
@@ -467,11 +467,6 @@ def _check_tiff_tiles(image: PillowImage) -> None:
         and across * down > max(4 * image.width * image.height, 1 << 22)
     ):
         raise _TooCostlyError(f"its tiles are {across} x {down} pixels, the picture is {image.width} x {image.height}")
-
-
-def _exif_of(image: PillowImage) -> bytes:
-    block = image.info.get("exif")
-    return block.removeprefix(b"Exif\x00\x00") if isinstance(block, bytes) else b""
 
 
 @contextmanager

@@ -8,7 +8,6 @@ within 2 levels of Pillow's bicubic and 3 to 4 times as fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,12 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """What an image may be, and how it is read.
+    """What an image may be, and how it is read: as the options of EncodeConfig.
 
-    max_image_pixels: width x height above which an image is refused from its header, undecoded.
-    allow_truncated_images: decode what there is of a damaged or cut-off file, instead of refusing it.
-    apply_exif_orientation: turn pictures upright; False keeps them as stored, as InternVL does.
-    background: RGB that transparent pixels are composited on; None drops alpha, as InternVL does.
+    background: RGB of `transparent_background`; None drops alpha.
     """
 
     max_image_pixels: int = 1 << 26  # 8192 x 8192: decoding stays under 2.2 GB
@@ -64,20 +60,15 @@ def colour_of(name: str) -> tuple[int, int, int]:
         ) from None
 
 
-def header_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES) -> Header:
-    """The header of an image reference, from its first bytes.
+def header_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES, data: bytes | None = None) -> Header:
+    """The header of an image reference, from its first bytes, or from all of them where they are given.
 
     Raises:
         SampleError: as `read_header`.
     """
-    return _header(ref.name, ref.head(HEAD_BYTES), ref.read, rules)
-
-
-def _header(name: str, head: bytes, read_all: Callable[[], bytes], rules: ImageRules) -> Header:
-    header = read_header(name, head, read_all, rules.max_image_pixels)
-    if header.orientation != 1 and not rules.apply_exif_orientation:
-        header = replace(header, orientation=1)
-    return header
+    head = ref.head(HEAD_BYTES) if data is None else data
+    header = read_header(ref.name, head, lambda: ref.read() if data is None else data, rules.max_image_pixels)
+    return header if rules.apply_exif_orientation else replace(header, orientation=1)
 
 
 def image_size_of(ref: ImageRef, rules: ImageRules = DEFAULT_RULES) -> tuple[int, int]:
@@ -97,9 +88,7 @@ def decode_tiles(
     """The tiles of an image: its grid in reading order, then the thumbnail.
 
     Args:
-        ref: a sources.ImageRef.
         grid: as planned from the header.
-        image_size: pixels along a tile's edge.
         size: upright (width, height) that was planned with; a file that has changed since is refused.
         out: (grid.num_tiles, 3, image_size, image_size) uint8 to write into, fastest as `tiles_over` lays it.
 
@@ -126,7 +115,7 @@ def decode_pixels(
 ) -> tuple[np.ndarray, Header, int]:
     """(pixels as stored, header, scale of the pixels), see `decode_rgb`; arguments and errors as of `decode_tiles`."""
     data = ref.read()
-    header = _header(ref.name, data, lambda: data, rules)
+    header = header_of(ref, rules, data)
     if size is not None and header.upright_size != tuple(size):
         raise SampleError(
             "image_changed", f"{ref.name} was {size[0]} x {size[1]} pixels when planned, now {header.upright_size}"

@@ -36,7 +36,8 @@ from ..packing.budget import Room
 from ..sources import DatasetSpec, FileRef, ImageRef, RawSample, SliceRef, Source
 from ..sources.content import new_hash
 from ..sources.image_refs import RemoteRef
-from .sample import Encoder, Outline, PlannedImage
+from .outline import Outline
+from .sample import Encoder, PlannedImage
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class JoinedSource(Source):
         return range(int(self._starts[row]), int(self._starts[row + 1]))
 
     def read(self, row: int) -> RawSample:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+        self.check_row(row)
         found = [self.source.read(each) for each in self.rows(row)]
         return found[0] if len(found) == 1 else replace(found[0], joined=tuple(found))
 

@@ -1,17 +1,15 @@
 """One raw sample to token ids, labels and planned images, without decoding a pixel.
 
 raw record -> turns (conversation.py) -> parts (chat.py) -> outline -> ids and labels (text.py)
-                                                                   -> image headers (images.py) -> grids (tiles.py)
-
-An outline costs little. Of a sample that was cut into many rows, only the spans of one row are encoded from it.
+                                                                 -> image headers (images.py) -> grids (tiles.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,13 +17,14 @@ from ..errors import SampleError, isolate_sample_errors
 from ..options import count
 from ..records import Branch, Fragment, Record, Span
 from .augment import recompress
-from .chat import Part, PlainText, without_answers
+from .chat import PlainText, without_answers
 from .config import EncodeConfig
 from .conversation import COMMON_ROLES, PLACEHOLDER, bind_images, image_names_of, turns_of
 from .families import make_family
 from .fields import refuse_fields, tools_of, trained_answers
 from .formats import make_template
 from .images import decode_pixels, decode_tiles, empty_tiles, image_size_of
+from .outline import Outline, spans_of
 from .text import TextEncoder
 from .tiles import TileGrid
 from .tokenizer_template import TokenizerTemplate
@@ -33,8 +32,7 @@ from .trees import Answer, answers_of, with_those_that_leave
 from .video import (
     PlannedFrame,
     PlannedVideo,
-    decode_frames,
-    decode_pairs,
+    decode_video,
     frame_lines,
     number_of_frames,
     plan_clip,
@@ -79,6 +77,11 @@ class Encoded:
     first_tile: int = 0
 
     @property
+    def has_video(self) -> bool:
+        """Whether its pictures are all of one video."""
+        return any(not isinstance(image, PlannedImage) for image in self.images)
+
+    @property
     def has_pairs(self) -> bool:
         """Whether its tiles are of two frames each."""
         return any(isinstance(image, PlannedVideo) for image in self.images)
@@ -87,73 +90,6 @@ class Encoded:
     def branches(self) -> tuple[Branch, ...]:
         """Of a tree, what its last tokens are; empty for an ordinary sample."""
         return self.record.branches
-
-
-class SpanParts(NamedTuple):
-    """What a `Span` is made of: an image, or text and fixed tokens; of ends of turns that of the system turn."""
-
-    parts: tuple[Part, ...]
-    ends_turn: bool = False
-
-    @property
-    def is_image(self) -> bool:
-        return self.parts[0].kind == "image"
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """A sample before its texts are tokenized and its images' headers are read.
-
-    names: of its images, frames: of its video, or the video; one for each span that is an image.
-    answers: of a tree, each answer with the outline of the conversation that it is alone; the rest is then the first's.
-    """
-
-    raw: RawSample
-    spans: tuple[SpanParts, ...]
-    names: list[str]
-    frames: tuple[PlannedFrame, ...] | tuple[PlannedVideo, ...]
-    max_dynamic_patch: int
-    data_augment: bool
-    answers: tuple[tuple[Outline, Answer], ...] = ()
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of its texts, and of the images that its record holds or names."""
-        if self.answers:
-            return sum(outline.num_characters for outline, _ in self.answers)
-        texts = sum(len(str(part.value)) for span in self.spans for part in span.parts if part.kind == "text")
-        return texts + sum(map(len, self.names))
-
-    @property
-    def num_system_spans(self) -> int:
-        """The first spans, up to the one in which the system turn ends."""
-        ends = (at for at, span in enumerate(self.spans, 1) for part in span.parts if part.kind == "end")
-        return next(ends, 0)
-
-
-def spans_of(parts: Sequence[Part]) -> Iterator[SpanParts]:
-    """The parts of a conversation, cut where a sample may be: around images, and at ends of turns.
-
-    A cut before an answer would part it from its question, so that a turn before an answer has no border.
-    """
-    current: list[Part] = []
-    following = iter([*[part.value for part in parts if part.kind == "end"][1:], None])
-    for part in parts:
-        if part.kind == "end":
-            if part.value == "system" and current:
-                current.append(part)
-            if next(following) != "gpt" and current:
-                yield SpanParts(tuple(current), ends_turn=True)
-                current = []
-        elif part.kind == "image":
-            if current:
-                yield SpanParts(tuple(current))
-                current = []
-            yield SpanParts((part,))
-        elif isinstance(part.value, str | np.ndarray) and len(part.value):
-            current.append(part)
-    if current:
-        yield SpanParts(tuple(current))
 
 
 class Encoder:
@@ -485,28 +421,24 @@ class Encoder:
             tile_stop = encoded.record.num_tiles
         tiles = empty_tiles(tile_stop - tile_start, size) if out is None else out
         assert tiles.shape == (tile_stop - tile_start, 3, size, size) and tiles.dtype == np.uint8
-        sample_id = encoded.record.sample_id
-        frames: list[PlannedFrame] = []
-        first = 0
+        sample_id, first = encoded.record.sample_id, 0
+        chosen: list[tuple[Any, np.ndarray]] = []
         for image in encoded.images:
             last = first + image.grid.num_tiles
             if tile_start <= first and last <= tile_stop:
-                part = tiles[first - tile_start : last - tile_start]
-                if isinstance(image, PlannedFrame):
-                    frames.append(image)
-                elif isinstance(image, PlannedVideo):  # the only picture of its sample
-                    assert second is not None, "given for pairs"
-                    with isolate_sample_errors(image.ref.name):
-                        decode_pairs(image, (part, second), self._rules.max_image_pixels)
-                else:
-                    with isolate_sample_errors(image.ref.name):
-                        decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
+                chosen.append((image, tiles[first - tile_start : last - tile_start]))
             else:
                 assert last <= tile_start or tile_stop <= first, "a fragment that cuts an image"
             first = last
-        if frames:  # of one video, a tile each
-            with isolate_sample_errors(frames[0].ref.name):
-                decode_frames(frames, sample_id, epoch, tiles, self._rules.max_image_pixels)
+        if encoded.has_video and chosen:  # all of one video
+            assert (second is not None) == encoded.has_pairs, "given for pairs"
+            with isolate_sample_errors(chosen[0][0].ref.name):
+                halves = (tiles,) if second is None else (tiles, second)
+                decode_video([image for image, _ in chosen], sample_id, epoch, halves, self._rules.max_image_pixels)
+        else:
+            for image, part in chosen:
+                with isolate_sample_errors(image.ref.name):
+                    decode_tiles(image.ref, image.grid, size, self._rules, size=image.size, out=part)
         if encoded.data_augment:
             with isolate_sample_errors(f"data_augment of {sample_id}"):
                 recompress(tiles, sample_id, epoch, encoded.first_tile + tile_start)
@@ -518,14 +450,10 @@ class Encoder:
         Raises:
             SampleError: as `decode`.
         """
-        for image in encoded.images:
+        images: tuple[Any, ...] = encoded.images
+        for image in images:
             with isolate_sample_errors(image.ref.name):
-                if isinstance(image, PlannedFrame):  # the first of all frames of one video
-                    sample_id = encoded.record.sample_id
-                    frames = [frame for frame in encoded.images if isinstance(frame, PlannedFrame)]
-                    decode_frames(frames, sample_id, 0, None, self._rules.max_image_pixels)
-                    return
-                if isinstance(image, PlannedVideo):
-                    decode_pairs(image, None, self._rules.max_image_pixels)
+                if encoded.has_video:
+                    decode_video(images, encoded.record.sample_id, 0, None, self._rules.max_image_pixels)
                     return
                 decode_pixels(image.ref, image.grid, self.config.image_size, self._rules, size=image.size)

@@ -131,7 +131,10 @@ class TextEncoder:
         fresh = [text for text in texts if text not in self._known]
         found = dict(zip(fresh, self._encode(fresh), strict=True)) if fresh else {}
         pieces = [self._known[text] if text not in found else found[text] for text in texts]
-        self._remember(found)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        # The same few questions and line ends come again and again.
+        self._known.update((text, ids) for text, ids in found.items() if len(text) <= _SHORT)
         return self._joined(texts, pieces)
 
     def _encode_long(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
@@ -160,12 +163,6 @@ class TextEncoder:
             if self._has_structure(ids):
                 raise SampleError("special_token_in_text", "a control token comes out of the text itself")
         return ids, [len(piece) for piece in pieces]
-
-    def _remember(self, found: dict[str, list[int]]) -> None:
-        """Keep short texts: the same few questions and line ends come again and again."""
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known.update((text, ids) for text, ids in found.items() if len(text) <= _SHORT)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:

@@ -46,7 +46,7 @@ class TokenizerTemplate:
             raise UserError("conv_style 'chat_template' needs a tokenizer with a chat template; this one has none")
         self._tokenizer = tokenizer
         tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self._added = re.compile(f"({'|'.join(map(re.escape, tokens))})" if tokens else r"(?!)()")
+        self._structure = re.compile("(" + "|".join(["\ue000[0-9]+\ue001", *map(re.escape, tokens)]) + ")")
         self._plans: dict[tuple[tuple[str, ...], str], tuple[str, list[Part]]] = {}
         self._is_hybrid = False
         try:
@@ -83,7 +83,7 @@ class TokenizerTemplate:
         return parts
 
     def _check_tools(self, roles: tuple[str, ...], written: str, tools: Sequence[Mapping[str, Any]]) -> None:
-        if (token := self._added.search(written)) is not None:
+        if (token := self._structure.search(written)) is not None:
             raise SampleError("unsupported_field", f"field 'tools' holds the control token {token[0]!r}")
         texts = ["x"] * len(roles)
         if self._render(roles, texts, tools) == self._render(roles, texts, ()):
@@ -217,20 +217,15 @@ class TokenizerTemplate:
 
     def _add_rendered(self, plan: list[Part], text: str, trained: bool) -> None:
         """Append what the template wrote: control tokens as ids, stand-ins as turns, the rest as text."""
-        position = 0
-        for match in self._STAND_IN.finditer(text):
-            self._add_written(plan, text[position : match.start()], trained)
-            plan.append(Part("turn", int(match[1]), trained))
-            position = match.end()
-        self._add_written(plan, text[position:], trained)
-
-    def _add_written(self, plan: list[Part], text: str, trained: bool) -> None:
-        for number, piece in enumerate(self._added.split(text)):
-            if number % 2:
+        for number, piece in enumerate(self._structure.split(text)):
+            if number % 2 == 0:
+                if piece:
+                    plan.append(Part("text", piece, trained))
+            elif stand_in := self._STAND_IN.fullmatch(piece):
+                plan.append(Part("turn", int(stand_in[1]), trained))
+            else:
                 token_id = self._tokenizer.convert_tokens_to_ids(piece)
                 plan.append(Part("ids", np.array([token_id], dtype=np.int32), trained))
-            elif piece:
-                plan.append(Part("text", piece, trained))
 
 
 def _append_text(parts: list[Part], text: str, trained: bool) -> None:

@@ -16,7 +16,6 @@ reference that it is handed, and only as one of the formats below.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import sys
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ..errors import RemoteDataError, SampleError, UserError
+from .augment import draw
 from .conversation import IMAGE_ROLES
 from .images import cut_tiles
 from .tiles import ONE_TILE, TileGrid, VideoGrid
@@ -83,7 +83,7 @@ class PlannedFrame:
     def frame_index(self, sample_id: str, epoch: int) -> int:
         """The frame of the video that is shown in this epoch: one of interval `number` of `count` equal ones."""
         first, stop = interval(self.clip.frames, self.number, self.count)
-        return self.clip.first + first + _draw(stop - first, sample_id, epoch, self.number)
+        return self.clip.first + first + draw(stop - first, sample_id, epoch, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,7 @@ def interval(frames: int, number: int, count: int) -> tuple[int, int]:
 
 def number_of_frames(clip: Clip, sample_id: str, min_frames: int, max_frames: int) -> int:
     """n: drawn from min to max by sample id alone; not more than there are frames."""
-    return min(clip.frames, min_frames + _draw(max_frames - min_frames + 1, sample_id))
-
-
-def _draw(below: int, *seed: object) -> int:
-    """A number from 0 to below - 1 that is a function of `seed`."""
-    digest = hashlib.blake2b("\n".join(map(str, seed)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % below
+    return min(clip.frames, min_frames + draw(max_frames - min_frames + 1, sample_id))
 
 
 # --- the record
@@ -157,18 +151,19 @@ def with_video(turns: Sequence[tuple[str, str]], shown: str) -> list[tuple[str, 
     found = sum(text.count(_PLACEHOLDER) for role, text in turns if role in IMAGE_ROLES)
     if found > 1:
         raise SampleError("placeholder_mismatch", f"{found} placeholders <video> in human turns for 1 video")
-    result, placed = [], False
-    for role, text in turns:
-        if role in IMAGE_ROLES and not placed:
-            if found == 0:
-                text, placed = shown + "\n" * (not is_lines) + text, True
-            elif _PLACEHOLDER in text:
-                before, after = text.split(_PLACEHOLDER)
-                text, placed = before + shown + (after.removeprefix("\n") if is_lines else after), True
-        result.append((role, text))
-    if not placed:
+    places = (
+        at for at, (role, text) in enumerate(turns) if role in IMAGE_ROLES and (not found or _PLACEHOLDER in text)
+    )
+    place = next(places, None)
+    if place is None:
         raise SampleError("placeholder_mismatch", "1 video, but no human turn to hold it")
-    return result
+    role, text = turns[place]
+    if found:
+        before, after = text.split(_PLACEHOLDER)
+        text = before + shown + (after.removeprefix("\n") if is_lines else after)
+    else:
+        text = shown + "\n" * (not is_lines) + text
+    return [*turns[:place], (role, text), *turns[place + 1 :]]
 
 
 # --- the container
@@ -178,7 +173,6 @@ def plan_clip(ref: ImageRef, clip: tuple[float, float] | None, max_pixels: int) 
     """What a video's container says, cut to `clip` (start, end in seconds).
 
     Args:
-        ref: a sources.ImageRef.
         max_pixels: width x height above which the video is refused.
 
     Raises:
@@ -218,63 +212,50 @@ def plan_clip(ref: ImageRef, clip: tuple[float, float] | None, max_pixels: int) 
     return Clip(first, frames, rate, start, slack)
 
 
-def decode_frames(
-    planned: Sequence[PlannedFrame], sample_id: str, epoch: int, out: np.ndarray | None, max_pixels: int
+def decode_video(
+    pictures: Sequence[PlannedFrame] | Sequence[PlannedVideo],
+    sample_id: str,
+    epoch: int,
+    tiles: Sequence[np.ndarray] | None,
+    max_pixels: int,
 ) -> None:
-    """The frames of one video, upright, each as one tile in `out`, (n, 3, size, size) uint8; None only checks them.
+    """The pictures of one video, upright.
+
+    Args:
+        tiles: to write into, (num_tiles, 3, size, size) uint8: one array, of pairs one for the first frames and one for
+            the second; None only checks the frames.
 
     Raises:
         SampleError: `video_truncated`, `video_corrupt`, and as `plan_clip`.
     """
-    indices = [frame.frame_index(sample_id, epoch) for frame in planned]
-    for place, frame in enumerate(_decoded(planned[0].ref, planned[0].clip, indices, max_pixels)):
-        if out is not None:
-            cut_tiles(_pixels(frame), ONE_TILE, out[place : place + 1])
-
-
-def decode_pairs(planned: PlannedVideo, out: tuple[np.ndarray, np.ndarray] | None, max_pixels: int) -> None:
-    """The pairs of frames of a video, upright.
-
-    Args:
-        out: tiles of the first and of the second frame of each pair, (num_tiles, 3, size, size) uint8 each; None only
-            checks the frames.
-
-    Raises:
-        SampleError: as `decode_frames`.
-    """
-    grid, clip = planned.grid, planned.clip
-    size = grid.rows * grid.columns
-    frames = _decoded(planned.ref, clip, [clip.first + frame for frame in grid.frames], max_pixels)
-    for number, frame in enumerate(frames):
-        if out is not None:
-            pair, place = divmod(number, 2)
-            cut_tiles(_pixels(frame), TileGrid(grid.columns, grid.rows), out[place][pair * size : (pair + 1) * size])
-
-
-def _decoded(ref: ImageRef, clip: Clip, indices: Sequence[int], max_pixels: int) -> Iterator[VideoFrame]:
-    """Frames of a video, whose numbers do not fall.
-
-    Raises:
-        SampleError: one of them cannot be decoded.
-    """
+    ref, clip, grid = pictures[0].ref, pictures[0].clip, ONE_TILE
+    if isinstance(pictures[0], PlannedVideo):
+        video = pictures[0].grid
+        grid = TileGrid(video.columns, video.rows)
+        indices = [clip.first + frame for frame in video.frames]
+    else:
+        indices = [frame.frame_index(sample_id, epoch) for frame in pictures if isinstance(frame, PlannedFrame)]
+    size = grid.num_tiles
     with _container(ref) as (container, stream):
         stream.codec_context.thread_count = 1  # workers are processes, a core each
         shown = _frames_at(container, stream, [clip.time_of(i) for i in indices], clip)
-        for index, frame in zip(indices, shown, strict=False):
+        for number, (index, frame) in enumerate(zip(indices, shown, strict=False)):
             if frame is None:
                 raise SampleError("video_truncated", f"{ref.name} ends before frame {index}, which its header promises")
             if frame.is_corrupt:
                 raise SampleError("video_corrupt", f"{ref.name}: frame {index} is damaged")
             if frame.width * frame.height > max_pixels:
                 raise SampleError("video_too_large", f"{ref.name}: frame {index} is {frame.width} x {frame.height}")
-            yield frame
+            if tiles is not None:
+                place, half = divmod(number, len(tiles))
+                cut_tiles(_pixels(frame), grid, tiles[half][place * size : (place + 1) * size])
 
 
 def upright_size(ref: ImageRef) -> tuple[int, int]:
     """(width, height) of a video's frames as they are shown, from its first one: PyAV tells a turn of frames only.
 
     Raises:
-        SampleError: as `decode_frames`.
+        SampleError: as `decode_video`.
     """
     with _container(ref) as (container, stream):
         stream.codec_context.thread_count = 1

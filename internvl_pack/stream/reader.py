@@ -17,7 +17,8 @@ from ..batch.loss_weights import IGNORE_INDEX
 from ..batch.row import PackRow, Segment
 from ..config import PackingConfig
 from ..encode.images import empty_tiles, tiles_over
-from ..encode.sample import Encoded, Outline, PlannedImage
+from ..encode.outline import Outline
+from ..encode.sample import Encoded, PlannedImage
 from ..encode.trees import with_those_that_leave
 from ..encode.video import PlannedFrame, PlannedVideo
 from ..errors import SampleError, UserError, isolate_sample_errors
