@@ -98,10 +98,6 @@ class JoinedSource(Source):
         return self.source.damage
 
     @property
-    def fingerprint(self) -> str | None:
-        return self.source.fingerprint
-
-    @property
     def content(self) -> str:
         """The source's, with which of its rows are joined."""
         digest = new_hash()

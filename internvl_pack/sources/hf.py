@@ -22,6 +22,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,8 +83,6 @@ class DatasetSource(Source):
         self._conversations = conversations
         self._image = image
         self._resolver = FolderResolver(root)
-        self._fingerprint: str | None = None
-        self._content: str | None = None
         self._last: tuple[int, dict[str, Any]] | None = None  # the record read last, with its row
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,29 +99,25 @@ class DatasetSource(Source):
         data = dict(self._record(row))
         if images := as_list(data.pop("image", None)):
             data["image"] = [f"#{place}" for place in range(len(images))]
-        return RawSample(self.sample_id(row), own_id(data), self.origin(row), data, _RowResolver(self, row))
+        return RawSample(self.sample_id(row), own_id(data), self.origin(row), data, partial(self.resolve, row))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """A hash of the length and of the turns of 16 rows spread over the dataset; a resume compares it."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256(str(len(self)).encode())
-            count = min(len(self), _FINGERPRINT_ROWS)
-            for step in range(count):
-                digest.update(self._turns_as_json(step * (len(self) - 1) // max(1, count - 1)))
-            self._fingerprint = digest.hexdigest()[:16]
-        return self._fingerprint
+        """A hash of the length and of the turns of 16 rows spread over the dataset."""
+        digest = hashlib.sha256(str(len(self)).encode())
+        count = min(len(self), _FINGERPRINT_ROWS)
+        for step in range(count):
+            digest.update(self._turns_as_json(step * (len(self) - 1) // max(1, count - 1)))
+        return digest.hexdigest()[:16]
 
-    @property
+    @cached_property
     def content(self) -> str:
         """Of a dataset of the datasets library: a hash of all its columns, of images and bytes the lengths alone.
 
         It reads all text once, about a GB a second. Of other rows: what `Source.content` says.
         """
-        if self._content is None:
-            table = _table_of(self._rows)
-            self._content = super().content if table is None else _mark_of_table(*table)
-        return self._content
+        table = _table_of(self._rows)
+        return super().content if table is None else _mark_of_table(*table)
 
     def _turns_as_json(self, row: int) -> bytes:
         try:
@@ -151,8 +146,11 @@ class DatasetSource(Source):
                 data = {key: value for key, value in data.items() if key not in names} | {names[0]: found}
         return data
 
-    def image_ref(self, row: int, place: int) -> ImageRef:
-        """The image at a place of a row, as something that is read when its bytes are needed."""
+    def resolve(self, row: int, name: str) -> ImageRef:
+        """What a row's record calls `name`: `#0` is its first image, which is read when its bytes are needed."""
+        if not (name.startswith("#") and name[1:].isdecimal()):  # a video's name, or one of the user's own fields
+            return self._resolver(name)
+        place = int(name[1:])
         image = as_list(self._record(row)["image"])[place]
         if isinstance(image, Mapping) and image.get("bytes") is None:
             image = image.get("path")
@@ -186,17 +184,6 @@ class DatasetSource(Source):
         if len(image) > MAX_IMAGE_BYTES:
             raise SampleError("image_too_many_bytes", f"{what}: {len(image)} bytes", origin)
         return bytes(image)
-
-
-@dataclass(frozen=True)
-class _RowResolver:
-    source: DatasetSource
-    row: int
-
-    def __call__(self, name: str) -> ImageRef:
-        if not (name.startswith("#") and name[1:].isdecimal()):  # a video's name, or one of the user's own fields
-            return self.source._resolver(name)
-        return self.source.image_ref(self.row, int(name[1:]))
 
 
 @dataclass(frozen=True)
