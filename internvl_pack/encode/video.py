@@ -307,23 +307,18 @@ def _timed(container: InputContainer, stream: VideoStream, clip: Clip) -> Iterat
 
 
 def _pixels(frame: VideoFrame) -> np.ndarray:
-    """(height, width, 3) uint8, upright."""
-    return np.ascontiguousarray(_upright(frame.to_ndarray(format="rgb24"), frame))
-
-
-def _upright(pixels: np.ndarray, frame: VideoFrame) -> np.ndarray:
-    """Turned and mirrored as the container's display matrix says: telephones store portraits sideways.
+    """(height, width, 3) uint8, turned and mirrored as the display matrix says: telephones store portraits sideways.
 
     The matrix takes (x, y) of the stored picture to (a x + c y, b x + d y) of the shown one. Of an angle that is not a
     right one the nearest right one counts.
     """
-    matrix = _display_matrix(frame)
-    if matrix is None:
-        return pixels
-    a, b, c, d = matrix
-    if abs(a) < abs(b):  # axes change places
-        pixels, a, d = pixels.swapaxes(0, 1), c, b
-    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    pixels, matrix = frame.to_ndarray(format="rgb24"), _display_matrix(frame)
+    if matrix is not None:
+        a, b, c, d = matrix
+        if abs(a) < abs(b):  # axes change places
+            pixels, a, d = pixels.swapaxes(0, 1), c, b
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+    return np.ascontiguousarray(pixels)
 
 
 def _display_matrix(frame: VideoFrame) -> tuple[int, int, int, int] | None:
