@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from .tar import DamagedHeaderError, Reader, windowed
 
 logger = logging.getLogger(__name__)
 
-# Index files that one source keeps mapped at a time; a map holds a descriptor.
+# Index files that a process keeps mapped at a time; a map holds a descriptor.
 MAX_MAPPED_SHARDS = 64
 _MAX_COMPARED_ROWS = 20_000_000
 _HINT_ROWS = 2_000_000
@@ -70,7 +70,6 @@ class ShardSource(Source):
         self.name = name
         self._caption = caption
         self._shards: list[_Shard] = []
-        self._mapped: OrderedDict[int, ShardIndex] = OrderedDict()
         self._damage: list[SampleError] = []
         starts = [0]
         warnings: list[str] = []
@@ -207,33 +206,18 @@ class ShardSource(Source):
         self.check_row(row)
         number = int(np.searchsorted(self._starts, row, "right")) - 1
         shard = self._shards[number]
-        index = shard.index if shard.index is not None else self._map(number)
         local = row - int(self._starts[number])
-        headers = index.member[int(index.first[local]) : int(index.first[local + 1])].tolist()
-        status = int(index.status[local])
-        if not headers or max(headers) >= shard.stamp.size or (status != OK and status not in REASONS):
-            raise _changed(shard, "its index is damaged")
-        return shard, status, headers
-
-    def _map(self, number: int) -> ShardIndex:
-        index = self._mapped.get(number)
-        if index is not None:
-            return index
-        shard = self._shards[number]
-        try:
-            index = load_index(shard.path, shard.stamp)
-        except BadIndexError:
-            index = None
+        index = _index_beside(shard.path, shard.stamp) if shard.index is None else shard.index
         if index is None or len(index) != self._starts[number + 1] - self._starts[number]:
             index = scan_shard(shard.path)
             if index.stamp.size != shard.stamp.size:
                 raise _changed(shard, "another size")
             shard.index = index
-            return index
-        self._mapped[number] = index
-        while len(self._mapped) > MAX_MAPPED_SHARDS:
-            self._mapped.pop(next(iter(self._mapped)), None)
-        return index
+        headers = index.member[int(index.first[local]) : int(index.first[local + 1])].tolist()
+        status = int(index.status[local])
+        if not headers or max(headers) >= shard.stamp.size or (status != OK and status not in REASONS):
+            raise _changed(shard, "its index is damaged")
+        return shard, status, headers
 
     def _locate(self, row: int) -> tuple[_Shard, str, int]:
         """(shard, key, position of the first member's header) of a row, from one header."""
@@ -261,8 +245,14 @@ class ShardSource(Source):
             f"({count(again.size, 'such keys')} in this dataset)"
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": OrderedDict()}
+
+@lru_cache(maxsize=MAX_MAPPED_SHARDS)
+def _index_beside(path: str, stamp: Stamp) -> ShardIndex | None:
+    """The index file of a shard; None where it has gone, or cannot be used any more."""
+    try:
+        return load_index(path, stamp)
+    except BadIndexError:
+        return None
 
 
 def _reader(shard: _Shard) -> Reader:

@@ -12,6 +12,7 @@ import random
 import resource
 import tarfile
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -642,14 +643,15 @@ def test_a_stale_or_damaged_index_is_left_aside(odd_shards):
 
 
 def test_few_index_files_stay_mapped(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "MAX_MAPPED_SHARDS", 3)
+    assert shards_module._index_beside.cache_parameters()["maxsize"] == shards_module.MAX_MAPPED_SHARDS
+    monkeypatch.setattr(shards_module, "_index_beside", lru_cache(maxsize=3)(shards_module._index_beside.__wrapped__))
     paths = [make(tmp_path, pair(f"k{number}"), f"s-{number}.tar") for number in range(12)]
     for path in paths:
         shard_index.write_index(path)
     source = ShardSource("set", paths)
     for _ in range(2):
         assert [source.read(row).own_id for row in range(12)] == [f"k{number}" for number in range(12)]
-    assert len(source._mapped) <= 3
+    assert shards_module._index_beside.cache_info().currsize <= 3
 
 
 def test_an_index_that_goes_away_is_made_anew(tmp_path):
