@@ -46,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        sys.modules.setdefault("torchao", None)  # only slow tests need it, and transformers imports it where it is
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files that are slow as a whole are not imported for --fast."""
     if config.getoption("--fast") and collection_path.name.startswith("test_"):

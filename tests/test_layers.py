@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers.code import statements, within
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,14 +62,19 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those within `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+    """All statements but those within `if TYPE_CHECKING`."""
+    for child in within(node):
+        yield child
+        if isinstance(child, ast.If) and is_for_annotations(child.test):
             for other in child.orelse:
+                yield other
                 yield from executed(other)
         else:
             yield from executed(child)
+
+
+def is_for_annotations(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).endswith("TYPE_CHECKING")
 
 
 @cache
@@ -77,7 +83,7 @@ def imports_in(folder: str) -> list[tuple[Path, ast.Import | ast.ImportFrom]]:
     return [
         (path.relative_to(ROOT), node)
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
 

@@ -79,6 +79,7 @@ def test_it_is_trained_and_written_back_bit_for_bit(folder, tmp_path, tokenizer)
     assert contents[0] == contents[1] | {"torch_dtype": contents[0]["torch_dtype"]}
 
 
+@pytest.mark.slow
 def test_it_is_converted_there_and_back(folder, tmp_path, tokenizer):
     image = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
     convert_to_native(folder, tmp_path / "hf", image, "1GB")

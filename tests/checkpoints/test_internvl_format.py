@@ -133,6 +133,7 @@ def test_what_is_loaded_no_longer_hangs_on_its_file(tokenizer, tmp_path):
     assert all(torch.equal(p, before[name]) for name, p in packed.named_parameters())
 
 
+@pytest.mark.slow
 def test_generation_settings_that_could_not_be_saved_are_left_out_with_a_warning(tokenizer, tmp_path, caplog):
     folder = tiny_chat_checkpoint(tmp_path / "source", tokenizer)
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.2}', encoding="utf-8")

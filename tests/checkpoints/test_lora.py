@@ -113,6 +113,7 @@ def test_merged_it_has_the_logits_of_the_adapters(save_format, made, tokenizer, 
     )
 
 
+@pytest.mark.slow
 def test_the_adapters_alone_load_with_peft(made, tokenizer, tmp_path):
     from peft import PeftModel
 

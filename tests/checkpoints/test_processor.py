@@ -62,6 +62,7 @@ def trained_on(base, tokenizer):
     return batch["input_ids"][0, :first].tolist(), normalize_tiles(batch["pixel_values"], torch.float32)
 
 
+@pytest.mark.slow
 def test_made_files_prepare_a_chat_as_training_did(base, tokenizer, tmp_path):
     out = save(base, tokenizer, tmp_path, Saving(source=str(base / "model"), encode=ENCODE))
     ids, tiles = trained_on(base, tokenizer)

@@ -182,6 +182,7 @@ def test_rows_are_those_of_the_rank_epoch_and_step_of_the_run(tmp_path, tokenize
     assert all(f" {sample_id}" in title for title, sample_id in zip(titles, ids, strict=True))
 
 
+@pytest.mark.slow
 def test_parts_of_split_samples_pads_and_pad_tails_are_marked(tmp_path, tokenizer, tokenizer_dir):
     meta = factory.write_jsonl(tmp_path, 60)
     argv = ["--max_packed_tokens", 400, "--max_seq_length", 140, "--num_images_expected", 12]
@@ -248,6 +249,7 @@ def test_hostile_text_is_escaped_and_nothing_comes_from_outside(tmp_path, tokeni
     assert "Samples that left: 1" in words and "bad.jsonl:line 9" in words
 
 
+@pytest.mark.slow
 def test_a_page_stays_small_whatever_is_on_it(tmp_path, tokenizer, tokenizer_dir, monkeypatch):
     meta = factory.write_jsonl(tmp_path, 200)
     monkeypatch.setattr(module, "MAX_TEXT", 6000)

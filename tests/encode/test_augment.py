@@ -52,6 +52,7 @@ def test_only_the_dataset_that_asks_for_it_is_changed(folder, tokenizer):
         assert 0 < (changed - plain).abs().float().mean() < 8
 
 
+@pytest.mark.slow
 def test_epochs_differ_and_repeat(folder, tokenizer):
     loader = loader_of(folder, tokenizer)
     epochs = []

@@ -37,6 +37,7 @@ TURNS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(TURNS, st.booleans())
 @settings(max_examples=120, deadline=None)
 def test_spans_cover_the_sample_and_mark_its_image_blocks(encoder, turns, with_system):

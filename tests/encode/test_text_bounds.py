@@ -73,21 +73,23 @@ def test_long_texts_of_a_sample_keep_their_counts(tokenizer):
     ],
 )
 def test_a_text_that_would_take_the_workers_memory_is_refused_at_once(encoder, text):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(SampleError) as caught:
         encoder.encode(raw_sample([("human", "q"), ("gpt", text)]), SPEC)
     assert caught.value.reason == "text_too_long" and len(str(caught.value)) < 200
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["internvl2_5", "chat_template"])
 def test_a_record_of_any_number_of_turns_takes_seconds_at_most(tokenizer, style):
     encoder = Encoder(tokenizer, EncodeConfig(conv_style=style))
-    started = time.monotonic()
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    started = time.process_time()
     for number in (MAX_TURNS + 2, 500_000):
         with pytest.raises(SampleError, match="too_many_turns"):
-            encoder.encode(raw_sample([("human", "q"), ("gpt", "a")] * (number // 2)), SPEC)
-    assert time.monotonic() - started < 5
+            encoder.encode(raw_sample(turns * (number // 2)), SPEC)
+    assert time.process_time() - started < 5
 
 
 def test_a_record_of_too_many_images_is_refused_before_a_file_is_opened(encoder):

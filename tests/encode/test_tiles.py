@@ -76,6 +76,7 @@ def test_sizes_around_the_area_tie_break_agree_with_the_published_rule():
                 assert planned(width, height) == published_rule(width, height, 1, 12)
 
 
+@pytest.mark.slow
 def test_random_sizes_agree_with_the_published_rule():
     draw = random.Random(0)
     for _ in range(4000):

@@ -54,6 +54,7 @@ def pair(request, demo_dir) -> tuple[Tokenizer, WordEncoder]:
     return tokenizer, encoder
 
 
+@pytest.mark.slow
 @given(texts)
 @settings(max_examples=300, deadline=None)
 def test_any_text_has_the_tokenizers_ids_or_is_left_to_it(pair, text):
@@ -62,6 +63,7 @@ def test_any_text_has_the_tokenizers_ids_or_is_left_to_it(pair, text):
     assert found is None or found == tokenizer.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.slow
 @given(plain)
 @settings(max_examples=400, deadline=None)
 def test_plain_text_has_the_tokenizers_ids(pair, text):
@@ -90,11 +92,12 @@ def test_forgetting_words_changes_nothing(pair, monkeypatch):
     assert len(encoder._words) <= 3
 
 
-@pytest.mark.parametrize("ranges, kinds", [(words.OTHER_LETTERS, "L"), (words.OTHER_SIGNS, "PS")])
+@pytest.mark.parametrize(
+    "ranges, kinds", [(words.OTHER_LETTERS, "L"), (words.OTHER_SIGNS, "PS")], ids=["letters", "signs"]
+)
 def test_plain_characters_are_of_one_kind_and_never_compose(ranges, kinds):
     """So that no version of Unicode cuts them in another way, and NFC leaves any row of them alone."""
-    belongs = re.compile(f"[{ranges}]").match
-    found = [chr(code) for code in range(0x110000) if belongs(chr(code))]
+    found = re.findall(f"[{ranges}]", "".join(map(chr, range(0x110000))))
     assert len(found) > 400
     for character in found:
         assert unicodedata.category(character)[0] in kinds and not unicodedata.combining(character)

@@ -116,6 +116,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
+@pytest.mark.slow
 def test_workers_change_nothing_and_that_is_said(capsys):
     options = (str(ROOT / "benchmarks" / "real_mix_a.csv"), "--ranks", "4", "--global_batch", "12", "--samples", "500")
     code, alone, err = run(capsys, *options, "--json")
@@ -134,6 +135,7 @@ def test_workers_change_nothing_and_that_is_said(capsys):
     )
 
 
+@pytest.mark.slow
 def test_suggest_names_the_options_to_give(capsys):
     lengths = str(ROOT / "benchmarks" / "real_mix_a.csv")
     code, out, _ = run(capsys, lengths, "--ranks", "2", "--samples", "300", "--suggest")

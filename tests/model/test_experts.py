@@ -51,6 +51,7 @@ def test_every_product_of_experts_gives_the_loss_and_gradients_of_the_loop(token
     assert_alike(gradients(other), gradients(loop))
 
 
+@pytest.mark.slow
 def test_layers_of_experts_compile(tokenizer):
     batch = packed_batch(mixed_segments(tokenizer))
     plain, compiled = moe(tokenizer, "grouped_mm"), moe(tokenizer, "grouped_mm")

@@ -58,6 +58,7 @@ def build(folder, tokenizer, family="qwen2_5_vl"):
     return build_model(folder, tokenizer=tokenizer, device="cpu", dtype=torch.float32, family_check=family)
 
 
+@pytest.mark.slow
 def test_a_model_built_as_a_known_family_is_packed_exactly(tokenizer, tmp_path, caplog):
     """What is then trained is the checkpoint's model, not the shrunken one."""
     folder = checkpoint(tmp_path, tokenizer)
@@ -75,6 +76,7 @@ def test_a_model_built_as_a_known_family_is_packed_exactly(tokenizer, tmp_path, 
     assert VisionSide.of(packed.config.to_dict()).layers == sum(matrices), "what a step's operations are counted by"
 
 
+@pytest.mark.slow
 def test_with_zero_3_the_model_that_is_tried_is_whole(tokenizer, tmp_path):
     folder = checkpoint(tmp_path, tokenizer)
     config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
@@ -85,7 +87,12 @@ def test_with_zero_3_the_model_that_is_tried_is_whole(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("family", "statistics", "message"),
     [
-        ("qwen2_5_vl", HALVES, "'qwen2_vl', packed by the rules of that family, differs from its own forward: loss"),
+        pytest.param(
+            "qwen2_5_vl",
+            HALVES,
+            "'qwen2_vl', packed by the rules of that family, differs from its own forward: loss",
+            marks=pytest.mark.slow,
+        ),
         ("internvl", CLIP, "'qwen2_vl' is not built as that family is .AttributeError"),
         ("qwen9_vl", CLIP, "--family_check 'qwen9_vl' is unknown: use one of glm4v, internvl"),
     ],
@@ -120,6 +127,7 @@ class GemmaTower(InternVLTower):
         self._config.vision_feature_layer = self._config.vision_feature_select_strategy = None
 
 
+@pytest.mark.slow
 def test_a_model_whose_image_tokens_see_each_other_is_isolated_and_fails(monkeypatch):
     """Gemma3: no sample sees its neighbour, and each is computed otherwise than by the model itself."""
     monkeypatch.setitem(TOWERS, "gemma3", GemmaTower)

@@ -33,6 +33,9 @@ from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.selfcheck import check_isolation
 from internvl_pack.testing.tiny import save_tiny_checkpoint
 
+# torchao alone takes a second to import.
+pytestmark = pytest.mark.slow
+
 float8 = pytest.importorskip("torchao.float8")
 Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
 
@@ -59,7 +62,6 @@ def float8_layers(packed: PackedModel) -> set[str]:
 # --- which layers
 
 
-@pytest.mark.slow
 def test_the_decoder_and_nothing_else_is_taken(tokenizer):
     packed = tiny_packed(tokenizer)
     before = dict(packed.named_parameters())
@@ -265,7 +267,6 @@ def test_a_padded_batch_trains_like_a_pack(tokenizer):
 # --- with other options
 
 
-@pytest.mark.slow
 def test_compiled_layers_give_the_same_and_are_compiled_once(tokenizer):
     torch._dynamo.reset()
     packed, plain = (in_fp8(tokenizer, "rowwise_with_gw_hp") for _ in range(2))
@@ -288,7 +289,6 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(tokenizer):
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_lora_stays_in_its_own_precision_and_is_merged_into_the_weight(tokenizer, tmp_path):
     save_tiny_checkpoint(tmp_path / "model", tokenizer)
     packed = build_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -30,29 +31,39 @@ from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import build_loader
 
 
-def assert_packed_equals_one_by_one(packed: PackedModel, batch, segments, loss_reduction):
+def one_by_one(packed: PackedModel, segments, loss_reduction):
+    """Loss and gradients of the same weights in transformers' own model."""
     plain = plain_twin(packed)
+    loss = reference_loss(plain, segments, loss_reduction)
+    loss.backward()
+    return loss.item(), gradients(plain)
+
+
+def assert_packed_equals_one_by_one(packed: PackedModel, batch, expected):
     loss = packed(**batch).loss
     loss.backward()
-    expected = reference_loss(plain, segments, loss_reduction)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=LOSS_TOLERANCE)
-    assert_same_gradients(gradients(packed.model), gradients(plain))
+    assert loss.item() == pytest.approx(expected[0], rel=LOSS_TOLERANCE)
+    assert_same_gradients(gradients(packed.model), expected[1])
     for vision in packed.vision_modules:
         assert all(p.grad is not None for p in vision.parameters())
+
+
+@pytest.fixture(scope="module")
+def expected_of(tokenizer):
+    """Of a kind of language model and a reduction, made once."""
+    return cache(lambda llm, reduction: one_by_one(tiny_packed(tokenizer, llm), mixed_segments(tokenizer), reduction))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("loss_reduction", ["token", "sample", "square"])
 @pytest.mark.parametrize("llm", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-def test_a_pack_equals_its_samples_one_by_one(tokenizer, llm, loss_reduction, checkpointing):
+def test_a_pack_equals_its_samples_one_by_one(tokenizer, llm, loss_reduction, checkpointing, expected_of):
     packed = tiny_packed(tokenizer, llm)
     if checkpointing:
         packed.gradient_checkpointing_enable()
         assert packed.is_gradient_checkpointing
-    segments = mixed_segments(tokenizer)
-    batch = packed_batch(segments, loss_reduction=loss_reduction)
-    assert_packed_equals_one_by_one(packed, batch, segments, loss_reduction)
+    batch = packed_batch(mixed_segments(tokenizer), loss_reduction=loss_reduction)
+    assert_packed_equals_one_by_one(packed, batch, expected_of(llm, loss_reduction))
 
 
 def segments_of(batch) -> list[Segment]:
@@ -80,7 +91,7 @@ def test_a_pack_of_real_samples_equals_them_one_by_one(tokenizer, demo_dir, loss
     packed = tiny_packed(tokenizer, "qwen2", max_position_embeddings=4096)
     if checkpointing:
         packed.gradient_checkpointing_enable()
-    assert_packed_equals_one_by_one(packed, batch, segments, loss_reduction)
+    assert_packed_equals_one_by_one(packed, batch, one_by_one(packed, segments, loss_reduction))
 
 
 def test_a_padded_batch_equals_the_pack(tokenizer):
@@ -102,7 +113,7 @@ def test_sliding_windows_are_kept_in_a_pack(tokenizer):
     packed = tiny_packed(tokenizer, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert set(packed.config.text_config.layer_types) == {"full_attention", "sliding_attention"}
     segments = mixed_segments(tokenizer)
-    assert_packed_equals_one_by_one(packed, packed_batch(segments), segments, "token")
+    assert_packed_equals_one_by_one(packed, packed_batch(segments), one_by_one(packed, segments, "token"))
     full = tiny_packed(tokenizer, "qwen2")
     full.model.load_state_dict(packed.model.state_dict())
     assert full(**packed_batch(segments)).loss.item() != pytest.approx(
@@ -114,7 +125,7 @@ def test_tied_embeddings_are_kept(tokenizer):
     packed = tiny_packed(tokenizer, "qwen2", tie_word_embeddings=True)
     assert packed.get_output_embeddings().weight is packed.get_input_embeddings().weight
     segments = mixed_segments(tokenizer)
-    assert_packed_equals_one_by_one(packed, packed_batch(segments), segments, "token")
+    assert_packed_equals_one_by_one(packed, packed_batch(segments), one_by_one(packed, segments, "token"))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
@@ -279,4 +290,4 @@ def test_a_text_only_model_packs_too(tokenizer):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention("sdpa", "cpu"))
     packed = PackedModel(model)
     segments = text_segments(tokenizer)
-    assert_packed_equals_one_by_one(packed, packed_batch(segments), segments, "token")
+    assert_packed_equals_one_by_one(packed, packed_batch(segments), one_by_one(packed, segments, "token"))

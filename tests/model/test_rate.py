@@ -17,6 +17,7 @@ from internvl_pack.packing.cost import SIZES, CostModel
 from internvl_pack.testing.tiny import LANGUAGE_MODELS, tiny_internvl_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_the_model_of_a_size_has_the_parameters_that_the_estimate_counts(name):
     text, vision = SIZES[name]
@@ -64,6 +65,7 @@ def test_tiles_of_more_tokens_leave_room_for_text(tokenizer):
     assert (found.tokens, found.tiles) == (256, 12)
 
 
+@pytest.mark.slow
 def test_the_command_measures(tokenizer, tmp_path, capsys):
     tiny_internvl_config(tokenizer).save_pretrained(tmp_path)
     lengths = tmp_path / "lengths.csv"

@@ -63,6 +63,7 @@ def test_the_tiles_of_the_model_itself_change_nothing(tokenizer, tmp_path, caplo
     assert "position embeddings" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_new_size_is_written_in_internvls_own_format(tokenizer, tmp_path):
     config = chat_config(tokenizer)
     folder = write_chat_checkpoint(tmp_path / "chat", config, chat_weights(config), tokenizer)

@@ -54,6 +54,7 @@ def test_the_self_check_passes_and_leaves_the_model_as_it_was(tokenizer, llm):
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in packed.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llm", LANGUAGE_MODELS)
 def test_the_self_check_runs_in_bfloat16_and_under_autocast(tokenizer, llm):
     packed = tiny_packed(tokenizer, llm)

@@ -63,6 +63,7 @@ def test_a_walk_takes_whole_shards_in_another_order_each_pass():
     assert len(orders) > 1
 
 
+@pytest.mark.slow
 def test_half_of_one_file_is_not_its_head():
     n = 40 * CHUNK_ROWS
     part = MixturePart(name="a", num_rows=n, repeat_time=0.5)

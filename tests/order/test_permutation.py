@@ -19,6 +19,7 @@ def test_permutation_is_a_bijection_for_every_size_to_2000():
         assert [permutation[k] for k in range(0, n, 41)] == found[::41].tolist(), "one by one as all at once"
 
 
+@pytest.mark.slow
 def test_permutation_of_a_billion_has_no_collision_in_a_sample_and_spreads():
     n = 10**9
     permutation = Permutation(n, seed=5)

@@ -442,6 +442,7 @@ def fewest_packs(sizes: list[tuple[int, int]], budget: Budget) -> int:
     return search(sizes, [])
 
 
+@pytest.mark.slow
 def test_large_samples_find_short_ones_to_go_with():
     """Half of the samples need a partner below half a pack: packs exactly full of short ones would leave them alone."""
     rng = random.Random(0)

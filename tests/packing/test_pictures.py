@@ -64,6 +64,7 @@ def test_parts_of_a_sample_have_the_pairs_of_their_own_pictures():
     assert [f.num_tile_pairs for f in split(plain, 0, Budget(50, 64))] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_packs_of_pictures_of_many_sizes_are_even_by_what_they_cost():
     """Counted as if each had 256 tiles, the dearest pack of a step keeps the others waiting for longer."""
     rng = np.random.default_rng(0)

@@ -145,6 +145,7 @@ def test_images_stay_compressed_in_shards_and_train_the_very_batches_of_streamin
     assert loader.ledger.state_dict() == ledger.state_dict()
 
 
+@pytest.mark.slow
 def test_the_shards_are_webdataset_shards_that_hold_the_files_as_they_were(images):
     webdataset = pytest.importorskip("webdataset")
     preset, _, _, meta = images

@@ -186,6 +186,7 @@ def test_an_epoch_may_hold_refused_samples_only_which_are_told_once(tokenizer, t
         assert again.next_pack() is None and again.take_refused() == []
 
 
+@pytest.mark.slow
 def test_shards_are_planned_as_annotation_files_are(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 60)
     planned(meta, tmp_path / "preset", tokenizer)
@@ -227,6 +228,7 @@ def test_several_epochs_can_be_planned_each_as_streaming_would(data, tokenizer, 
         assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["first_fit_decreasing", "first_fit_shuffle"])
 def test_offline_policies_hold_each_sample_once_within_the_budgets(policy, data, tokenizer, tmp_path):
     planned(data, tmp_path / "preset", tokenizer, policy=policy)
@@ -260,6 +262,7 @@ def test_first_fit(policy, budget, sizes, packs):
     assert [[f.position for f in pack] for pack in policy(fragments, budget)] == packs
 
 
+@pytest.mark.slow
 def test_the_preset_tells_its_fill_and_its_bound(data, preset, tokenizer):
     statistics = Preset(preset).content["statistics"]
     (loader,) = preset_loaders(preset, data, tokenizer)
@@ -524,6 +527,7 @@ def test_changed_rows_and_other_datasets_are_refused_by_name(moved, preset, toke
         PresetDataset.open(preset, moved, tokenizer, CONFIG, encode=TINY)
 
 
+@pytest.mark.slow
 def test_a_sample_that_has_changed_leaves_its_pack_by_its_id(moved, preset, tokenizer):
     path = sorted((moved.parent / "images").iterdir())[0]
     path.write_bytes(png(56, 336, 9))
@@ -535,6 +539,7 @@ def test_a_sample_that_has_changed_leaves_its_pack_by_its_id(moved, preset, toke
     assert {e["id"]: e["reason"] for e in loader.take_events()}[changed] == "changed_since_survey"
 
 
+@pytest.mark.slow
 def test_images_that_went_away_since_cost_their_samples_only(moved, preset, tokenizer):
     gone = sorted((moved.parent / "images").iterdir())[8]
     gone.unlink()
@@ -561,6 +566,7 @@ def packs_of(folder: Path) -> list[tuple]:
     return [(pack.cost, pack.fragments) for pack in iter(packs.next_pack, None)]
 
 
+@pytest.mark.slow
 def test_flipped_and_forged_bytes_of_packs_are_refused_or_change_nothing(preset, tmp_path):
     expected, draw = packs_of(preset), random.Random(0)
     shutil.copytree(preset, tmp_path / "p")

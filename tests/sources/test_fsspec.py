@@ -25,7 +25,7 @@ fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("requests")
 from fsspec.asyn import AsyncFileSystem  # noqa: E402
 
-ROWS = 24
+ROWS = 12
 
 
 class FlakyStore(AsyncFileSystem):
@@ -71,7 +71,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     lines = write_jsonl(folder, ROWS)
     lines = lines.rename(folder / "lines.json")
-    return lines, write_shards(folder, ROWS, per_shard=12)
+    return lines, write_shards(folder, ROWS, per_shard=ROWS // 2)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,14 @@ def contents(meta: Path, tokenizer, num_workers: int = 0) -> dict[str, tuple]:
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(made, tokenizer) -> list[dict[str, tuple]]:
+    """What the folder gives, as jsonl with images and as shards."""
+    found = [contents(meta, tokenizer) for meta in made]
+    assert [len(each) for each in found] == [ROWS] * 2
+    return found
+
+
 def by_address(tmp_path: Path, scheme: str, kind: str) -> Path:
     base = f"{scheme}://bucket"
     spec = {"annotation": f"{base}/made.jsonl", "root": f"{base}/images"}
@@ -119,20 +127,19 @@ def into_memory(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["lines", "shards"])
 @pytest.mark.parametrize("scheme", ["memory", "flaky"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_store_gives_the_same_data_as_a_folder(tmp_path, made, tokenizer, scheme, kind, kept, monkeypatch):
+def test_a_store_gives_the_same_data_as_a_folder(tmp_path, made, expected, tokenizer, scheme, kind, kept, monkeypatch):
     if kept:
         monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path / "kept"))
     into_memory(made[0].parent)
-    expected = contents(made[kind == "shards"], tokenizer)
-    assert len(expected) == ROWS
-    assert contents(by_address(tmp_path, scheme, kind), tokenizer) == expected
+    assert contents(by_address(tmp_path, scheme, kind), tokenizer) == expected[kind == "shards"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [OSError("slow down"), TimeoutError(), RuntimeError("ClientError 503"), ValueError()])
-def test_what_may_pass_is_tried_again(tmp_path, made, tokenizer, fault):
+def test_what_may_pass_is_tried_again(tmp_path, made, expected, tokenizer, fault):
     names = ["made.jsonl", *(file.name for file in (made[0].parent / "images").iterdir())]
     FlakyStore.faults = {name: [fault] * 3 for name in names[:5]}
-    assert contents(by_address(tmp_path, "flaky", "lines"), tokenizer) == contents(made[0], tokenizer)
+    assert contents(by_address(tmp_path, "flaky", "lines"), tokenizer) == expected[0]
     assert not any(FlakyStore.faults.values()), "all faults came"
 
 
@@ -208,14 +215,14 @@ def test_a_missing_package_of_a_store_is_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_forked_workers_have_a_loop_of_their_own(tmp_path, made, tokenizer):
+def test_forked_workers_have_a_loop_of_their_own(tmp_path, expected, tokenizer):
     """The parent has read the annotation file by the store's loop; the worker fetches images by the same store."""
     if multiprocessing.get_start_method() != "fork":
         pytest.skip("workers are not forked here")
-    assert contents(by_address(tmp_path, "flaky", "lines"), tokenizer, num_workers=1) == contents(made[0], tokenizer)
+    assert contents(by_address(tmp_path, "flaky", "lines"), tokenizer, num_workers=1) == expected[0]
 
 
-def test_records_may_name_addresses_of_several_stores(tmp_path, made, tokenizer, monkeypatch):
+def test_records_may_name_addresses_of_several_stores(tmp_path, made, expected, tokenizer, monkeypatch):
     monkeypatch.setenv("INTERNVL_PACK_ALLOW_REMOTE", "memory://bucket, flaky://bucket")
     into_memory(made[0].parent)
     lines = [json.loads(line) for line in (made[0].parent / "made.jsonl").read_text().splitlines()]
@@ -224,4 +231,4 @@ def test_records_may_name_addresses_of_several_stores(tmp_path, made, tokenizer,
         line["image"] = [f"{store}://bucket/images/{name}" for name in line.get("image", [])]
     (tmp_path / "made.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     meta = write_meta(tmp_path, {"made": {"root": "", "annotation": "made.jsonl"}})
-    assert contents(meta, tokenizer) == contents(made[0], tokenizer)
+    assert contents(meta, tokenizer) == expected[0]

@@ -128,6 +128,7 @@ def test_rubbish_is_no_shard_and_no_crash(tmp_path):
         assert index.damage or index.warnings
 
 
+@pytest.mark.slow
 def test_hostile_headers_end_promptly(tmp_path):
     """Headers with right checksums and random fields: sizes that lie, every type, long names without an end."""
     rng = random.Random(6)

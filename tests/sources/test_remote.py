@@ -283,6 +283,7 @@ def remote_meta(tmp_path, folder, server, kind: str) -> tuple[Path, Path]:
     return here, write_meta(tmp_path, {"made": meta})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True], ids=["", "folder named"])
 @pytest.mark.parametrize("kind", ["jsonl", "shards"])
 def test_data_by_address_is_the_same_data(tmp_path, folder, server, tokenizer, kind, named, monkeypatch):
@@ -309,6 +310,7 @@ def test_the_survey_and_training_fetch_an_image_once_together(tmp_path, folder, 
     assert len(fetched) == len(list((folder / "images").iterdir())) and set(fetched.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True], ids=["", "folder named"])
 def test_a_later_run_asks_once_whether_its_images_changed_unless_the_folder_was_named(
     tmp_path, folder, server, tokenizer, named, monkeypatch
@@ -342,6 +344,7 @@ def remote_copies() -> list[Path]:
     return list(Path(remote.cache_folder()).glob("*.json"))
 
 
+@pytest.mark.slow
 def test_images_that_have_to_leave_the_folder_are_fetched_again(tmp_path, folder, server, tokenizer, monkeypatch):
     here, there = remote_meta(tmp_path, folder, server, "jsonl")
     monkeypatch.setenv("INTERNVL_PACK_CACHE_GB", "0")

@@ -112,6 +112,7 @@ def test_shards_give_the_steps_of_the_same_samples_in_a_file(jsonl, shards, toke
     assert [len(step) for step in found] == [len(step) for step in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 3])
 def test_plain_dataloaders_see_each_sample_once_and_end_together(workers, jsonl, tokenizer):
     seen: Counter[str] = Counter()
@@ -274,6 +275,7 @@ def test_a_state_at_the_end_of_an_epoch_has_nothing_left_in_it(jsonl, tokenizer)
     assert [digest(b) for b in later] == [digest(b) for b in second]
 
 
+@pytest.mark.slow
 def test_other_packs_a_step_are_said_and_train_the_rest_once(jsonl, tokenizer, caplog):
     loader = loader_of(jsonl, tokenizer, accumulation=4)
     batches = iter(loader)
@@ -335,6 +337,7 @@ def entries(value: Any, path: tuple = ()) -> list[tuple]:
     return [each for key in value for each in [(*path, key), *entries(value[key], (*path, key))]]
 
 
+@pytest.mark.slow
 def test_a_state_that_lacks_an_entry_or_has_another_type_there_is_refused_in_one_line(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer, accumulation=2)
     list(islice(loader, 40))
@@ -374,6 +377,7 @@ def test_a_state_whose_counts_do_not_add_up_is_refused(jsonl, tokenizer):
             loader.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_state_of_more_samples_than_there_are_is_refused_where_options_are_ignored(jsonl, tokenizer, tmp_path):
     loader = loader_of(jsonl, tokenizer)
     list(loader)
@@ -423,6 +427,7 @@ def test_data_that_was_moved_goes_on(tokenizer, tmp_path):
 # -- samples that leave --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_image_that_is_damaged_after_the_survey_leaves_its_pack_by_id(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 60)
     expected = steps_of(loaders(meta, tokenizer, 2))
@@ -442,6 +447,7 @@ def test_an_image_that_is_damaged_after_the_survey_leaves_its_pack_by_id(tokeniz
     assert ledger.samples_quarantined == len(damaged) and ledger.samples_packed == 60 - len(damaged)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_another_sample_now_leaves_its_pack_by_id(tokenizer, tmp_path):
     """An image of another size makes other tiles: the survey, by the annotation's content, knows nothing of it."""
     from helpers.factory import png
@@ -459,6 +465,7 @@ def test_a_row_that_is_another_sample_now_leaves_its_pack_by_id(tokenizer, tmp_p
     assert len(names) == 59
 
 
+@pytest.mark.slow
 def test_a_picture_that_was_mended_is_read_by_the_next_run(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 60)
     path = sorted((tmp_path / "images").glob("*.png"))[0]
@@ -527,6 +534,7 @@ def test_tiles_of_a_pack_reach_the_batch_without_a_copy(jsonl, tokenizer):
     assert torch.equal(batch["pixel_values"], torch.cat([torch.from_numpy(s.tiles) for s in row.segments]))
 
 
+@pytest.mark.slow
 def test_the_cache_folder_is_the_surveys_place(jsonl, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path))
     list(loader_of(jsonl, tokenizer))

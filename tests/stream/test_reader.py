@@ -146,6 +146,7 @@ def ids_of(batch) -> list[tuple[str, tuple[int, int]]]:
     return [(name, fragment) for name, fragment in pairs if not name.startswith("<")]
 
 
+@pytest.mark.slow
 def test_a_waiting_sample_that_vanished_leaves_and_the_packs_to_come_stay(tokenizer, tmp_path):
     config = replace(CONFIG, max_packed_tokens=600)
     packs, state, rows = stopped_run(write_jsonl(tmp_path, 120), tokenizer, config)

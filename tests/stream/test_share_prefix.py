@@ -103,6 +103,7 @@ def test_an_epoch_goes_on_with_other_ranks(data):
         other.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_preset_decides_whether_prefixes_are_shared(data, tmp_path):
     config = PackingConfig(**BUDGET | {"share_prefix": True})
     preset = plan_preset(tmp_path / "shared", data, config)

@@ -99,6 +99,7 @@ def test_every_answer_is_in_one_batch_whole(tokenizer, groups):
     assert any("prefix_of" in batch for batch in batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, num_workers", [(1, 0), (2, 0), (3, 2)])
 def test_cut_trees_give_each_answer_once_on_every_topology(tokenizer, groups, ranks, num_workers):
     (uncut,), _ = epoch(groups, tokenizer, 1, tokens=2000)
@@ -113,6 +114,7 @@ def test_cut_trees_give_each_answer_once_on_every_topology(tokenizer, groups, ra
     assert cut and max(batch["num_tokens"] for batch in together) <= room
 
 
+@pytest.mark.slow
 def test_an_epoch_of_pairs_goes_on_with_other_ranks(tokenizer, pairs):
     (whole,), _ = epoch(pairs, tokenizer, 1, objective="mpo")
     assert all(batch["pairs"].shape[1] == 2 for batch in whole)
@@ -127,6 +129,7 @@ def test_an_epoch_of_pairs_goes_on_with_other_ranks(tokenizer, pairs):
             assert batch["sample_ids"][chosen] == batch["sample_ids"][rejected]
 
 
+@pytest.mark.slow
 def test_a_plan_knows_what_trees_cost(tokenizer, groups):
     """Its pairs of tokens that see each other are those of the batches, which count them by segments."""
     config = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
@@ -186,6 +189,7 @@ def test_the_commands_show_trees(tokenizer, tokenizer_dir, groups, tmp_path, cap
     assert roles[roles.index(prefix) + 1 :][: last - first + 1] == [f"branch of {first - 1}"] * (last - first + 1)
 
 
+@pytest.mark.slow
 def test_the_commands_show_pairs_and_name_their_faults(tokenizer_dir, pairs, tmp_path, capsys):
     of_pairs = [str(pairs), "--tokenizer", tokenizer_dir, "--objective", "mpo"]
     assert cli.main(["validate", *of_pairs]) == 0

@@ -87,6 +87,7 @@ def test_two_per_cent_of_the_files_damaged_at_random_are_found_and_nothing_else(
     assert {bad["id"] for bad in found["bad_samples"]} == {i for i, kind in ids.items() if kind in HEADER_SHOWS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_cut_of_random_files_is_found(tmp_path, capsys, seed):
     meta = write_pictures(tmp_path, 60)
@@ -207,6 +208,7 @@ def test_validation_and_training_leave_out_the_same_samples(tmp_path, tokenizer)
     assert loader.ledger.quarantined == report.reasons and report.reasons.total() == 5
 
 
+@pytest.mark.slow
 def test_budgets_count_by_option(tmp_path, capsys, tokenizer):
     meta = write_jsonl(tmp_path, 20)
     tokenizer.save_pretrained(tmp_path / "tokenizer")

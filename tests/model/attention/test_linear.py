@@ -107,6 +107,7 @@ def test_a_log_line_says_what_to_install(packed, caplog):
     assert "one segment at a time" in caplog.text and "pip install flash-linear-attention causal-conv1d" in caplog.text
 
 
+@pytest.mark.slow
 def test_lora_goes_on_the_projections_and_merges_into_them(packed, tokenizer):
     freeze(packed, use_llm_lora=2, freeze_backbone=True, freeze_mlp=True)
     first = [path.rpartition(".")[2] for path in lora_layers(packed.language_model) if path.startswith("layers.0.")]

@@ -200,6 +200,7 @@ def test_a_frozen_tower_keeps_no_graph(tokenizer, stand_in, everywhere):
     torch.testing.assert_close(features, plain.vision_modules[0](tiles_of(plain)).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_in_half_precision_trains_through_them(tokenizer, stand_in, monkeypatch):
     batch = packed_batch(mixed_segments(tokenizer))
     exact = tiny_packed(tokenizer)
