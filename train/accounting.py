@@ -230,7 +230,7 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "packing": packing,
         "ranks": trainer.ranks.world_size,
         "sequence_parallel_size": trainer.ranks.sequence_parallel_size,
-        "zero_stage": zero_stage(args),
+        "zero_stage": int(args.hf_deepspeed_config.get_value("zero_optimization.stage", 0)) if args.deepspeed else 0,
         "device": str(args.device.type),
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         "attn_kernel": trainer.packed_model.attn_kernel.name,
@@ -255,13 +255,6 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "tokens_per_s": tokens_per_second(trainer.metrics.step_times),
         "ledger": ledger.state_dict(),
     }
-
-
-def zero_stage(args: TrainingArguments) -> int:
-    """ZeRO stage of the run, 0 without DeepSpeed."""
-    if not args.deepspeed:
-        return 0
-    return int(args.hf_deepspeed_config.get_value("zero_optimization.stage", 0))
 
 
 def steps_over_bound(trainer: PackTrainer) -> float | None:

@@ -138,7 +138,11 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        self.grad_checkpoint = _checkpointing(self.grad_checkpoint)  # type: ignore[assignment]  # the parser's is str
+        if (word := str(self.grad_checkpoint).lower()) != AUTO:
+            try:
+                self.grad_checkpoint = boolean(word)  # type: ignore[assignment]  # the parser's is str
+            except ArgumentTypeError:
+                raise UserError(f"--grad_checkpoint {self.grad_checkpoint}: give True, False or {AUTO}") from None
         parts = (self.vision_path, self.llm_path)
         if self.model_name_or_path is None and None in parts:
             raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")
@@ -484,16 +488,3 @@ def find_deepspeed_config(name: str) -> Path:
     if stem in shipped and path.parent == Path("."):
         return shipped[stem]
     raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")
-
-
-def _checkpointing(value: str | bool) -> str | bool:
-    """Of --grad_checkpoint: whether, or AUTO.
-
-    Raises:
-        UserError: another value.
-    """
-    word = str(value).lower()
-    try:
-        return AUTO if word == AUTO else boolean(word)
-    except ArgumentTypeError:
-        raise UserError(f"--grad_checkpoint {value}: give True, False or {AUTO}") from None

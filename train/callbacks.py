@@ -37,7 +37,12 @@ class EpochControl(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self.trainer
         trainer.metrics.end_step()
-        self._set_epoch_and_end(args, state, control)
+        done, steps = trainer.loader.steps_done, trainer.estimate.steps(trainer.loader.epoch)
+        state.epoch = trainer.loader.epoch + min(1.0, done / max(1, steps))
+        ends_with_the_plan = args.max_steps <= 0 and float(args.num_train_epochs).is_integer()
+        if ends_with_the_plan and state.global_step >= state.max_steps:
+            control.should_training_stop = False
+            state.max_steps = state.global_step  # no fewer than were made, should the estimate have been too low
         asked = trainer.stop_request.agree(trainer.ranks.cpu_group)
         if asked and not control.should_training_stop:  # else the run has ended anyway
             trainer.stopped_by = asked
@@ -45,15 +50,6 @@ class EpochControl(TrainerCallback):
             args.save_only_model = False
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-
-    def _set_epoch_and_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        estimate, loader = self.trainer.estimate, self.trainer.loader
-        state.epoch = loader.epoch + min(1.0, loader.steps_done / max(1, estimate.steps(loader.epoch)))
-        if args.max_steps > 0 or not float(args.num_train_epochs).is_integer():
-            return  # a number of steps it is; whole epochs end with the plan
-        if state.global_step >= state.max_steps:
-            control.should_training_stop = False
-            state.max_steps = state.global_step  # no fewer than were made, should the estimate have been too low
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.trainer.stopped_by:  # the epoch has not ended

@@ -52,7 +52,6 @@ from internvl_pack.model.loss.preference import PreferenceLoss
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.packing.cost import CostModel
-from internvl_pack.parallel import enable_sequence_parallel, make_groups
 from internvl_pack.sources.reach import allow
 
 from . import accounting, progress, sequence
@@ -245,7 +244,11 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     set_seed(args.seed)
     if model_args.compile:
         keep_compiled(str(args.output_dir))
-    model = make_model(model_args, data_args, args, data.tokenizer, kernel.name, ranks)
+    model = load_model(model_args, data_args, args, data.tokenizer, kernel.name)
+    if not args.deepspeed:
+        lay_out_gradients(model)
+    if ranks.sequence_parallel_size > 1:
+        sequence.share_rows(model, args, ranks)
     return Begun(data_args, loss, ranks, data, model, checkpoint)
 
 
@@ -285,30 +288,6 @@ AS_IT_IS: dict[str, Any] = {
         ("unfreeze_vit_layers", "use_backbone_lora", "use_llm_lora", "drop_path_rate", "router_loss_coef"), 0
     ),
 }
-
-
-def make_model(
-    model_args: ModelArguments,
-    data_args: DataTrainingArguments,
-    args: PackTrainingArguments,
-    tokenizer: Any,
-    kernel: str,
-    ranks: Ranks,
-) -> PackedModel:
-    """The model, with its rows shared over a sequence group where one is asked for.
-
-    Raises:
-        UserError: it cannot be loaded or trained so.
-    """
-    model = load_model(model_args, data_args, args, tokenizer, kernel)
-    if not args.deepspeed:
-        lay_out_gradients(model)
-    if ranks.sequence_parallel_size > 1:
-        mode, timeout = args.sequence_parallel_mode, args.ddp_timeout_delta
-        group = make_groups(ranks.world_size, ranks.sequence_parallel_size, mode, timeout)
-        enable_sequence_parallel(model, group)
-        logger.info("sequence parallelism: %s of %d GPUs, %s", count(group.dp_world, "groups"), group.size, group.mode)
-    return model
 
 
 def load_model(

@@ -55,7 +55,9 @@ class Saving:
                 alone = Path(folder) if not self.merge_lora else Path(folder, ADAPTER)
                 lora.save_adapter(model, state, alone, self.source)
             if self.save_format == "internvl":
-                like = self._original_folder()
+                source = self.source  # of a checkpoint in that format the other files are taken along
+                of_internvl = internvl_format.is_internvl_format(config_of(source))
+                like = local_folder(source) if source is not None and of_internvl else None
                 save_internvl_format(folder, packed.config, lora.merged_state_dict(model, state), like=like)
                 if like is None:
                     save_tokenizer(tokenizer, folder)
@@ -117,9 +119,3 @@ class Saving:
                 )
             except UserError as error:
                 raise UserError(f"--save_format {self.save_format}: {error}") from error
-
-    def _original_folder(self) -> Path | None:
-        """Where the extra files of an original checkpoint come from."""
-        if self.source is None or not internvl_format.is_internvl_format(config_of(self.source)):
-            return None
-        return local_folder(self.source)

@@ -12,7 +12,10 @@ from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
 from internvl_pack.model.attention import Kernel, select_kernel
+from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.towers import find_tower
+from internvl_pack.options import count
+from internvl_pack.parallel import enable_sequence_parallel, make_groups
 from internvl_pack.parallel.checks import (
     RING_KERNELS,
     check_budget,
@@ -28,6 +31,7 @@ from internvl_pack.plan.preset import Preset
 from .arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
 from .checkpoint import load_packing_state
 from .combinations import PRESET
+from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +52,10 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
     check_pictures(find_tower(model_type), model_type, size)
     check_packed(data_args.use_packed_ds, size)
     check_budget(data_args.max_packed_tokens, size, mode, data_args.pad_multiple)
-    heads = attention_heads(model_args)
-    if heads is not None:
-        check_heads(*heads, size, mode)
-
-
-def attention_heads(model_args: ModelArguments) -> tuple[int, int] | None:
-    """Query and key/value heads of the language model as its config says; None where it does not."""
     config = config_of(model_args.model_name_or_path or model_args.llm_path)
     config = config.get("text_config") or config.get("llm_config") or config
-    heads = config.get("num_attention_heads")
-    return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
+    if (heads := config.get("num_attention_heads")) is not None:
+        check_heads(heads, config.get("num_key_value_heads") or heads, size, mode)
 
 
 def select_shared_kernel(name: str, args: PackTrainingArguments, dtype: torch.dtype) -> Kernel:
@@ -117,3 +114,11 @@ def _multiple_of_packs(
     state = load_packing_state(checkpoint)
     saved = state.get("options", {}).get("pad_to_multiple_of")
     return saved if saved is not None and state.get(GIVEN, saved) == given else None
+
+
+def share_rows(model: PackedModel, args: PackTrainingArguments, ranks: Ranks) -> None:
+    """Divide the rows of a model among the ranks of each group."""
+    mode, timeout = args.sequence_parallel_mode, args.ddp_timeout_delta
+    group = make_groups(ranks.world_size, ranks.sequence_parallel_size, mode, timeout)
+    enable_sequence_parallel(model, group)
+    logger.info("sequence parallelism: %s of %d GPUs, %s", count(group.dp_world, "groups"), group.size, group.mode)

@@ -161,7 +161,8 @@ def forward_and_backward(
     model = trainer.packed_model
     with torch.random.fork_rng(devices), trainer.compute_loss_context_manager():
         wrapped.train()
-        if not _gathers_in_backward(wrapped):
+        stage = getattr(wrapped, "zero_optimization_stage", None)
+        if stage is None or stage() != 3:
             # Gradients are asked for, not accumulated: neither DDP's nor DeepSpeed's hooks, which reduce them, hear.
             loss = _loss(trainer, model, inputs)
             between()
@@ -191,9 +192,3 @@ def _loss(trainer: PackTrainer, model: Any, inputs: dict[str, Any]) -> torch.Ten
     if trainer.objective is not None:
         return trainer.objective.run(model, inputs)
     return model(**inputs, loss_normalizer=1.0)["loss"]
-
-
-def _gathers_in_backward(wrapped: Any) -> bool:
-    """Whether it is an engine of ZeRO-3."""
-    stage = getattr(wrapped, "zero_optimization_stage", None)
-    return stage is not None and stage() == 3
