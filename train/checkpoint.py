@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +46,12 @@ class Checkpoint:
     step: N.
     saved_at: seconds since 1970, by the clock of the machine that wrote the mark; of the folder where there is none.
     damage: what is wrong with it, in a few words; "" where it can be resumed.
-    state: what the mark holds.
     """
 
     folder: Path
     step: int
     saved_at: float
-    damage: str = ""
-    state: dict[str, Any] = field(default_factory=dict)
+    damage: str
 
 
 def step_of(folder: Path) -> int | None:
@@ -70,28 +68,35 @@ def folders_of(output_dir: str | Path) -> list[Path]:
 
 def inspect(folder: Path) -> Checkpoint:
     """Read a folder's mark, and look for what it names. Nothing is loaded."""
-    step, path, written = step_of(folder) or 0, folder / PACKING_STATE, 0.0
-    try:
-        written = folder.stat().st_mtime  # as long as there is no mark
-        written = path.stat().st_mtime
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Checkpoint(folder, step, written, f"{PACKING_STATE} is missing: it was not completed")
-    except (OSError, ValueError, RecursionError) as error:
-        return Checkpoint(folder, step, written, f"{PACKING_STATE} cannot be read ({str(error)[:120]})")
-    if not isinstance(state, dict):
-        return Checkpoint(folder, step, written, f"{PACKING_STATE} holds no object")
+    path = folder / PACKING_STATE
+    state, damage = _read_mark(path)
     saved_at = state.get(SAVED_AT)
     if not isinstance(saved_at, int | float) or isinstance(saved_at, bool):
-        saved_at = written
-    return Checkpoint(folder, step, float(saved_at), _damage(folder, state), state)
+        try:
+            saved_at = (path if path.is_file() else folder).stat().st_mtime
+        except OSError:
+            saved_at = 0.0
+    return Checkpoint(folder, step_of(folder) or 0, float(saved_at), damage or _missing(folder, state.get(FILES, {})))
 
 
-def _damage(folder: Path, state: Mapping[str, Any]) -> str:
+def _read_mark(path: Path) -> tuple[dict[str, Any], str]:
+    """What a mark holds, and what is wrong with it: "" for nothing."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, f"{PACKING_STATE} is missing: it was not completed"
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{PACKING_STATE} cannot be read ({str(error)[:120]})"
+    if not isinstance(state, dict):
+        return {}, f"{PACKING_STATE} holds no object"
     # What the plan's state holds is the loader's to check: one of another version is whole, and refused by its number.
     if not isinstance(state.get("version"), int) or not isinstance(state.get("options"), dict):
-        return f"{PACKING_STATE} lacks its version or options"
-    files = state.get(FILES, {})
+        return state, f"{PACKING_STATE} lacks its version or options"
+    return state, ""
+
+
+def _missing(folder: Path, files: Any) -> str:
+    """What of a checkpoint's files, sizes by name, is not there, "" for nothing."""
     if not isinstance(files, dict):
         return f"{PACKING_STATE} names its files in no object"
     for name, size in files.items():
@@ -124,7 +129,7 @@ def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     if value is None or value.lower() in ("false", "no", "none", ""):
         return None
     if value.lower() not in ("auto", "true", "yes", "last"):
-        load_packing_state(value)
+        _check_named(Path(value))
         return Path(value)
     marked = _newest_first(output_dir)
     for each in marked:
@@ -144,19 +149,25 @@ def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     return None
 
 
-def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The state of the run's data, with the `world_size` it was saved on.
-
-    Raises:
-        UserError: the checkpoint was not completed, or is damaged; names the last one before it.
-    """
-    folder = Path(checkpoint)
+def _check_named(folder: Path) -> None:
     found = inspect(folder)
     if not found.damage:
-        return found.state
+        return
     others = [each for each in _newest_first(folder.parent) if not each.damage and each.folder.name != folder.name]
     instead = f"; complete and written last before it is {others[0].folder}" if others else "; try auto"
     raise UserError(f"--resume_from_checkpoint {folder}: no complete checkpoint: {found.damage}{instead}")
+
+
+def load_packing_state(checkpoint: str | Path) -> dict[str, Any]:
+    """The state of the run's data, with the `world_size` it was saved on; all else is taken to be there.
+
+    Raises:
+        UserError: the checkpoint was not completed, or is not one of ours.
+    """
+    state, damage = _read_mark(Path(checkpoint, PACKING_STATE))
+    if damage:
+        raise UserError(f"--resume_from_checkpoint {checkpoint}: no complete checkpoint: {damage}")
+    return state
 
 
 # --- writing
