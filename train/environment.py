@@ -139,10 +139,6 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def is_first_on_node() -> bool:
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
-
-
 def shut_down() -> None:
     """Leave the process group, so that ranks do not complain of each other when one ends first."""
     if dist.is_initialized():
@@ -157,9 +153,10 @@ def report_error(program: str, error: Exception, *, everyone: bool) -> None:
     `everyone`, once training has begun, each rank reports its own at once.
     """
     line = " ".join(str(error).split())
-    if not everyone and not is_first_on_node():
+    is_first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if not everyone and not is_first_on_node:
         time.sleep(SECONDS_FOR_THE_FIRST_RANK)
-    if not is_first_on_node() or (everyone and not is_main_process()):
+    if not is_first_on_node or (everyone and not is_main_process()):
         line = f"rank {os.environ.get('RANK', 0)}: {line}"
     print(f"{program}: error: {line}", file=sys.stderr, flush=True)
 

@@ -76,18 +76,16 @@ def figures(sums: SampleSums, datasets: Sequence[str], prefix: str = "eval") -> 
         mean; {prefix}_loss_{dataset}; {prefix}_samples; {prefix}_tokens.
     """
     ordered = [(sample_id, *sums[sample_id]) for sample_id in sorted(sums) if sums[sample_id][1]]
-    by_dataset = {
-        name: [(total, number) for sample_id, total, number in ordered if _dataset_of(sample_id, datasets) == name]
-        for name in datasets
-    }
     out = {
         f"{prefix}_loss": _mean((total, number) for _, total, number in ordered),
         f"{prefix}_loss_per_sample": _mean((total / number, 1) for _, total, number in ordered),
         f"{prefix}_samples": float(len(ordered)),
         f"{prefix}_tokens": float(sum(number for _, _, number in ordered)),
     }
-    own = {f"{prefix}_loss_{name}": _mean(pairs) for name, pairs in by_dataset.items()}
-    return out | {name: value for name, value in own.items() if name not in out}
+    for name in datasets:
+        own = ((total, number) for sample, total, number in ordered if _dataset_of(sample, datasets) == name)
+        out.setdefault(f"{prefix}_loss_{name}", _mean(own))
+    return out
 
 
 def log_left_out(events: Sequence[Mapping[str, Any]]) -> None:

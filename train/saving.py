@@ -90,14 +90,14 @@ class Saving:
         Raises:
             UserError: names the option.
         """
-        if not self.merge_lora and not lora.has_lora(packed.model):
-            raise UserError("--merge_lora False: there is no LoRA, give --use_llm_lora or --use_backbone_lora")
-        if not self.merge_lora and self.save_format == "internvl":
-            raise UserError(
-                "--merge_lora False with --save_format internvl: that format has LoRA on other matrices (its qkv is "
-                "one), merge it or save as hf"
-            )
         if not self.merge_lora:
+            if not lora.has_lora(packed.model):
+                raise UserError("--merge_lora False: there is no LoRA, give --use_llm_lora or --use_backbone_lora")
+            if self.save_format == "internvl":
+                raise UserError(
+                    "--merge_lora False with --save_format internvl: that format has LoRA on other matrices (its qkv "
+                    "is one), merge it or save as hf"
+                )
             lora.peft_config(packed.model, self.source)
         if packed.grid_positions and self.save_format == "internvl":
             raise UserError(f"--save_format internvl with a {packed.config.model_type!r} model: use hf")

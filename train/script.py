@@ -72,8 +72,7 @@ def translate_script(name: str, text: str, environment: Mapping[str, str] | None
         UserError: no training program is started, or one that is not there, or with an option that would train
             something else.
     """
-    given = dict(os.environ if environment is None else environment)
-    variables, exports = dict(given), dict[str, str]()
+    variables, exports = dict(os.environ if environment is None else environment), dict[str, str]()
     for line in _logical_lines(text):
         if (assignment := _ASSIGNMENT.fullmatch(line)) and " " not in _unspaced(assignment[3]):
             value = _expand(_unquoted(assignment[3]), variables, name)
