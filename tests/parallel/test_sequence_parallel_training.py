@@ -279,7 +279,7 @@ def test_ring_fills_new_packs_by_the_multiple_that_it_pads_samples_to(made, tmp_
 
 
 def test_packs_of_a_saved_run_keep_their_multiple_whatever_number_of_ranks_shares_them(made, tmp_path, caplog):
-    saved = {"options": {"pad_to_multiple_of": 8}, sequence.GIVEN: 1, "sequence_parallel_size": 4}
+    saved = {"version": 4, "options": {"pad_to_multiple_of": 8}, sequence.GIVEN: 1, "sequence_parallel_size": 4}
     (tmp_path / "packing_state.json").write_text(json.dumps(saved))
     for shared in (sharing(1), sharing(8), sharing(2, "ring"), sharing(4, "ring")):
         assert fitted(made, tmp_path, *shared, checkpoint=tmp_path) == 8
