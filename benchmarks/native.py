@@ -2,14 +2,15 @@
 
     python benchmarks/native.py                                    # Qwen3-VL-2B and Qwen2.5-VL-3B, all parts
     python benchmarks/native.py --shapes qwen3_vl --parts speed --profile
-    python benchmarks/native.py --shapes qwen3_5 --kernel varlen   # needs flash-linear-attention to be fast
+    python benchmarks/native.py --shapes qwen3_5 --kernel varlen   # fast with flash-linear-attention
     python benchmarks/native.py --device cpu                       # the script itself, in small
 
 Random weights, pixels and token ids. Samples are drawn from real_mix_a.csv: its text and labels, and of each of its
 pictures of c x r tiles one of 448 c x 448 r pixels, at the size that the family's own rule gives it. A part or a way
 that fails is a line, and the next one runs.
 
-    kernels     attention of the tower by each kernel that runs here, against float32 a picture at a time
+    kernels     attention of both towers by each kernel that runs here, against float32 a segment at a time: a build
+                that leaves out the size of their heads can give other results without a word
     errors      one row in bfloat16 against float32 a sample at a time by transformers' own model, as a multiple of that
                 model's own error in bfloat16 a sample at a time: hidden states that predict a label, and gradients
     isolation   one sample of a row changed: what that does to the hidden states of the others
@@ -285,23 +286,39 @@ COMPILED = Way("packed, compiled", packed_step, compiled=True)
 FLATTENED = Way("flattened, flash_attention_2", own_step, "flash_attention_2")
 
 
-# --- attention of the tower -----------------------------------------------------------------------
+# --- attention by itself --------------------------------------------------------------------------
 
 
 def check_kernels(core: PackedModel, device: torch.device, samples: list[Sample]) -> int:
-    vision = core.config.vision_config
-    heads, size = vision.num_heads, vision.hidden_size // vision.num_heads
-    lengths = [4 * rows * columns for s in samples[:12] for rows, columns in s.grids][:12]
+    vision, text = core.config.vision_config, core.config.get_text_config()
+    few = samples[:8]
+    pictures = [4 * rows * columns for s in few for rows, columns in s.grids][:12]
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    own = vision.num_heads, vision.num_heads, vision.hidden_size // vision.num_heads
+    failures = check_heads("tower", own, pictures, False, device)
+    own = text.num_attention_heads, text.num_key_value_heads, size
+    failures += check_heads("text", own, [s.num_tokens for s in few], True, device)
+    core.tower.use_kernel(core.attn_kernel)
+    name = core.config.vision_config._attn_implementation.removeprefix(PREFIX)
+    print(f"    this run's: {name} in the tower, {core.attn_kernel.name} in the text", flush=True)
+    return failures
+
+
+def check_heads(what: str, own: tuple[int, int, int], lengths: list[int], causal: bool, device: torch.device) -> int:
+    """`own` is heads of query and of key-value, head size."""
+    heads, kv_heads, size = own
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    row = Row(cu_seqlens, max(lengths), size**-0.5, causal=False)
+    row = Row(cu_seqlens, max(lengths), size**-0.5, causal=causal)
     torch.manual_seed(0)
-    shape = (sum(lengths), heads, size)
-    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    upstream = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    inputs = [
+        torch.randn(sum(lengths), h, size, device=device, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(sum(lengths), heads, size, device=device, dtype=torch.bfloat16)
 
     def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
         parts = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
-        outs = [F.scaled_dot_product_attention(*(t[None] for t in part))[0] for part in parts]
+        settings: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads != kv_heads}
+        outs = [F.scaled_dot_product_attention(*(t[None] for t in part), **settings)[0] for part in parts]
         return torch.cat(outs, 1).transpose(0, 1)
 
     def by_kernel(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
@@ -309,7 +326,7 @@ def check_kernels(core: PackedModel, device: torch.device, samples: list[Sample]
 
     expected = run_kernel(one_by_one, [t.float() for t in inputs], upstream, row)
     base = [relative(g, e) for g, e in zip(run_kernel(one_by_one, inputs, upstream, row), expected, strict=True)]
-    print(f"\n  kernels of the tower: {heads} heads of {size}, {sum(lengths)} patches of {len(lengths)} pictures")
+    print(f"\n  kernels, {what}: {heads}/{kv_heads} heads of {size}, {sum(lengths)} in {len(lengths)} segments")
     table = Table(("  kernel", 20), *((t, 19) for t in ("out", "dq", "dk", "dv")), ("ms", 8), ("", 6))
     table.row("  bf16 sdpa", *(f"{b:.2e}" for b in base))
     for name, kernel in KERNELS.items():
@@ -331,8 +348,6 @@ def check_kernels(core: PackedModel, device: torch.device, samples: list[Sample]
             ok = all(e <= FACTOR * b for e, b in zip(errors, base, strict=True))
             cells = (f"{e:.2e} ({e / b:.2f}x)" for e, b in zip(errors, base, strict=True))
             table.row(f"  {name}", *cells, f"{seconds * 1e3:.1f}", table.verdict(ok))
-    core.tower.use_kernel(core.attn_kernel)
-    print(f"    this run's: {core.config.vision_config._attn_implementation.removeprefix(PREFIX)}", flush=True)
     return table.failures
 
 
@@ -703,7 +718,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of the part speed")
     parser.add_argument("--kernel", default="auto", help="as --attn_kernel")
     parser.add_argument("--budget", type=int, nargs=2, metavar=("TOKENS", "PICTURES"), help="of a row; 16384 12288")
-    parser.add_argument("--tokens", type=int, help="of the samples drawn, about; 48,000")
+    parser.add_argument("--tokens", type=int, help="of the samples drawn, about; 32,000")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="of the first of the ways")
@@ -711,7 +726,7 @@ def main() -> int:
     device = torch.device(args.device)
     small = device.type != "cuda"
     args.budget = tuple(args.budget or ((512, 384) if small else (16384, 12288)))
-    args.tokens = args.tokens or (1200 if small else 48_000)
+    args.tokens = args.tokens or (1200 if small else 32_000)
     args.error_tokens = ERROR_TOKENS // SMALLER if small else ERROR_TOKENS
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     print(versions(device), flush=True)
