@@ -239,7 +239,7 @@ def set_up(core: PackedModel, kernel: str, way: Way) -> Iterator[None]:
         core.tower.use_kernel(KERNELS[kernel])
     else:
         core.model.set_attn_implementation({"text_config": way.attention, "vision_config": way.attention})
-    core.mark_compiled(way.compiled)
+    core.is_compiled = way.compiled
     core.head.loss_kernel = core.loss_kernels[way.compiled]
     if way.checkpointing:
         core.gradient_checkpointing_enable()
@@ -553,7 +553,7 @@ def measure(core: PackedModel, kernel: str, ways: list[Way], args: argparse.Name
             except torch.OutOfMemoryError:
                 spent = None
             except Exception as error:
-                print(f"    {way.name}: {first_line(error)}", flush=True)
+                report(f"    {way.name}", error)
                 way.batches = ()
                 continue
             if spent is None and not way.checkpointing:
@@ -631,9 +631,13 @@ def profile(core: PackedModel, kernel: str, way: Way, device: torch.device, rows
 # --- main -----------------------------------------------------------------------------------------
 
 
-def first_line(error: BaseException) -> str:
+NOT_RUN: list[str] = []  # parts and ways that failed
+
+
+def report(title: str, error: BaseException) -> None:
     said = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {said[0][:300]}"
+    print(f"{title}: {type(error).__name__}: {said[0][:300]}", flush=True)
+    NOT_RUN.append(title.strip())
 
 
 def release() -> None:
@@ -647,7 +651,7 @@ def attempt(title: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        print(f"{title}: {first_line(error)}", flush=True)
+        report(title, error)
     release()
     return None
 
@@ -737,7 +741,7 @@ def main() -> int:
         torch._dynamo.reset()
         release()
         print(f"  {shape}: {time.perf_counter() - started:.0f} s in all", flush=True)
-    print(f"\n{failures} checks failed" if failures else "\nno check failed")
+    print(f"\n{failures} checks failed; not run: {', '.join(NOT_RUN) or 'nothing'}")
     return 1 if failures else 0
 
 
