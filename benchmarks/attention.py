@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
-from internvl_pack.errors import UserError
-from internvl_pack.model.attention import KERNELS, Row, select_kernel
+from benchmarks.measuring import Table, kernels_here, seconds_of, versions
+from internvl_pack.model.attention import KERNELS, Row
 
 # query heads, key-value heads, head size: InternVL3-1B, InternVL3-8B
 SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128)}
@@ -35,17 +33,7 @@ SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128)}
 
 def timed(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median seconds."""
-    times = []
-    for repeat in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if repeat > 1:
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median([seconds_of(call, device) for _ in range(repeats + 2)][2:])
 
 
 def forward_and_backward(attend: Callable, inputs: list[torch.Tensor]) -> tuple[Callable, Callable]:
@@ -193,14 +181,7 @@ def main() -> int:
     device = torch.device(args.device)
     small = device.type != "cuda"
     dtype = torch.float32 if small else torch.bfloat16
-    kernels = []
-    for name in args.kernels or KERNELS:
-        try:
-            kernels.append(select_kernel(name, device, dtype).name)
-        except UserError as error:
-            print(f"left out: {error}")
-            if args.kernels:
-                return 1
+    kernels = kernels_here(args.kernels, device, dtype)
     repeats = 2 if small else args.repeats
     print(versions(device))
     language(kernels, device, dtype, small, repeats)

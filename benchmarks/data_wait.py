@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +31,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.finetune_runs import make_checkpoint, training_options
-from benchmarks.gpu_check import Table
+from benchmarks.finetune_runs import ROOT, launcher, make_checkpoint, parser_of_runs, run_logged, training_options
+from benchmarks.measuring import Table
 
-ROOT = Path(__file__).resolve().parents[1]
 LOG_EVERY = 5  # optimizer steps
 COLUMNS = (
     ("tokens/s", "tokens_per_s_per_gpu", "{:,.0f}", 9),
@@ -55,25 +50,11 @@ COLUMNS = (
 
 
 def training_command(args: argparse.Namespace, checkpoint: Path, output_dir: Path, more: Sequence[str]) -> list[str]:
-    launcher = [sys.executable]
-    if args.gpus > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
     words = training_options(
         args, checkpoint, output_dir, deepspeed="zero_stage1", max_steps=args.steps, logging_steps=LOG_EVERY
     )
-    return [*launcher, str(ROOT / "train" / "finetune.py"), *words, *more]
-
-
-def train(command: Sequence[str], log: Path) -> int:
-    """Run it, all it says into `log`; its exit code."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # rows differ in size
-    with open(log, "w", encoding="utf-8") as file:
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    start = launcher(args.gpus) if args.gpus > 1 else [sys.executable]
+    return [*start, str(ROOT / "train" / "finetune.py"), *words, *more]
 
 
 def report(history: Sequence[dict[str, float]]) -> None:
@@ -98,17 +79,8 @@ def report(history: Sequence[dict[str, float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--meta", required=True, help="meta file of the data")
-    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer with the tokens for images")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gpus", type=int, default=1, help="training processes, each with its own workers")
-    parser.add_argument("--workers", type=int, default=8, help="loader processes of a GPU")
-    parser.add_argument("--budget", type=int, nargs=2, metavar=("TOKENS", "TILES"), help="default 16384 48")
+    parser = parser_of_runs(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--log", type=Path, help="file that keeps all that finetune.py says")
     args, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
@@ -117,11 +89,9 @@ def main() -> int:
             return 1
         made = time.perf_counter()
         log = args.log or Path(folder, "finetune.log")
-        code = train(training_command(args, checkpoint, output_dir, more), log)
+        code = run_logged(training_command(args, checkpoint, output_dir, more), log, args.device)
         print(f"checkpoint written in {made - started:.0f} s, finetune.py ran {time.perf_counter() - made:.0f} s")
         if code:
-            print(f"finetune.py ended with {code}; the end of what it said:")
-            print("".join(log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-30:]))
             return 1
         state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
         summary = json.loads((output_dir / "train_summary.json").read_text(encoding="utf-8"))

@@ -13,13 +13,15 @@ import io
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def best_of(function, runs: int) -> float:
+def best_of(function: Callable[[], object], runs: int = 3) -> float:
     """Seconds of processor time of the fastest run."""
     times = []
     for _ in range(runs):
@@ -29,20 +31,43 @@ def best_of(function, runs: int) -> float:
     return min(times)
 
 
+def tokenizer_for(meta: str, folder: str | None) -> Any:
+    """That of a folder; without one a tiny one, trained on the data of a meta file."""
+    from internvl_pack.sources import load_meta
+    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
+
+    if folder:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    return tiny_tokenizer(t for spec in load_meta(meta) for t in conversation_texts(Path(spec.annotation)))
+
+
+def pillow_tiles(image: Any, grid: Any) -> list:
+    """As InternVL does it: one resize, crops, and a thumbnail, all Pillow images."""
+    whole = image.resize((448 * grid.columns, 448 * grid.rows))
+    boxes = [(448 * c, 448 * r) for r in range(grid.rows) for c in range(grid.columns)]
+    tiles = [whole.crop((x, y, x + 448, y + 448)) for x, y in boxes]
+    return tiles + [image.resize((448, 448))] * grid.thumbnail
+
+
+def normalised(tiles: list) -> Any:
+    """... and then a normalised float32 tensor a tile, (tiles, 3, 448, 448)."""
+    import numpy as np
+    import torch
+
+    mean, std = (torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    pixels = [torch.from_numpy(np.array(tile)).permute(2, 0, 1).contiguous() for tile in tiles]
+    return torch.stack([(tile.float().div(255) - mean) / std for tile in pixels])
+
+
 def plan(meta: str, tokenizer_folder: str | None, runs: int) -> None:
     from internvl_pack.encode import Encoder
     from internvl_pack.sources import open_source
     from internvl_pack.sources.meta import load_meta
-    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
-    specs = load_meta(meta)
-    if tokenizer_folder:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    else:
-        tokenizer = tiny_tokenizer(t for spec in specs for t in conversation_texts(Path(spec.annotation)))
-    sources = [(spec, open_source(spec)) for spec in specs]
+    tokenizer = tokenizer_for(meta, tokenizer_folder)
+    sources = [(spec, open_source(spec)) for spec in load_meta(meta)]
 
     def read_all() -> list:
         return [(spec, source.read(row)) for spec, source in sources for row in range(len(source))]
@@ -75,7 +100,6 @@ def _without_memory(encoder):
 
 
 def decode(path: str, max_tiles: int, runs: int) -> None:
-    import numpy as np
     import torch
     from PIL import Image
 
@@ -96,21 +120,7 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
     stored = (header.width / scale, header.height / scale)
 
     def by_pillow() -> list:
-        """As InternVL does it: one resize, crops, and a thumbnail, all Pillow images."""
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        whole = image.resize(target)
-        boxes = [(448 * c, 448 * r) for r in range(grid.rows) for c in range(grid.columns)]
-        tiles = [whole.crop((x, y, x + 448, y + 448)) for x, y in boxes]
-        return tiles + [image.resize((448, 448))] * grid.thumbnail
-
-    def normalised() -> None:
-        """... and then a normalised float32 tensor a tile."""
-        mean, std = (
-            torch.tensor([0.485, 0.456, 0.406])[:, None, None],
-            torch.tensor([0.229, 0.224, 0.225])[:, None, None],
-        )
-        tiles = [torch.from_numpy(np.array(tile)).permute(2, 0, 1).contiguous().div(255) for tile in by_pillow()]
-        torch.stack([(tile - mean) / std for tile in tiles])
+        return pillow_tiles(Image.open(io.BytesIO(data)).convert("RGB"), grid)
 
     steps = {
         "header": lambda: image_size_of(ref),
@@ -118,7 +128,7 @@ def decode(path: str, max_tiles: int, runs: int) -> None:
         "resize and cut": lambda: cut_tiles(pixels, grid, out, header.orientation, stored),
         "decode_tiles (all of it)": lambda: decode_tiles(ref, grid, 448),
         "Pillow, to uint8 tiles": by_pillow,
-        "Pillow, to float32 normalised": normalised,
+        "Pillow, to float32 normalised": lambda: normalised(by_pillow()),
     }
     print(f"{path}: {size[0]} x {size[1]}, {grid.num_tiles} tiles")
     result = {name: 1e3 * best_of(step, runs) for name, step in steps.items()}

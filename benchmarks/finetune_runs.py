@@ -1,22 +1,61 @@
-"""What the benchmarks of whole runs share: a checkpoint of random weights, and finetune.py's options."""
+"""What the benchmarks of whole runs share: their options, a checkpoint of random weights, and runs of finetune.py."""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_check import versions
+from benchmarks.measuring import versions
 from benchmarks.train_step import SHAPES, VISION, internvl_config
 from internvl_pack.checkpoints.tokenizers import image_token_id
 from internvl_pack.testing.tiny import tiny_internvl_config
 
+ROOT = Path(__file__).resolve().parents[1]
 TILE = 448  # pixels along a side
 SHAPES = SHAPES | {"8b": SHAPES["8b8"] | {"num_hidden_layers": 28}}
+
+
+def parser_of_runs(doc: str | None) -> argparse.ArgumentParser:
+    """The options that runs have in common; what a program does not know goes to finetune.py."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--meta", required=True, help="meta file of the data")
+    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer with the tokens for images")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpus", type=int, default=1, help="training processes, each with its own workers")
+    parser.add_argument("--workers", type=int, default=8, help="loader processes of a GPU")
+    parser.add_argument("--budget", type=int, nargs=2, metavar=("TOKENS", "TILES"), help="default 16384 48")
+    parser.add_argument("--log", type=Path, help="file that keeps all that finetune.py says")
+    return parser
+
+
+def launcher(num_processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+
+
+def run_logged(command: Sequence[str], log: Path, device_name: str) -> int:
+    """Run a command, all it says into `log`, whose end is shown where it fails; returns its exit code."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # rows differ in size
+    environment.setdefault("OMP_NUM_THREADS", "1" if device_name == "cpu" else "8")
+    if device_name == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    if code:
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+        print(f"finetune.py ended with {code}; the end of what it said:", *said, sep="\n")
+    return code
 
 
 def write_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import os
 import statistics
@@ -37,6 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.finetune_runs import training_options
-from benchmarks.gpu_check import Table, relative, versions
-from benchmarks.train_step import KINDS as KERNEL_KINDS
+from benchmarks.finetune_runs import ROOT, run_logged, training_options
+from benchmarks.measuring import (
+    Table,
+    in_turns,
+    print_kernels,
+    relative,
+    relative_of_all,
+    release,
+    seconds_of,
+    take_gradients,
+    versions,
+)
 from benchmarks.train_step import (
     QWEN,
     SHAPES,
@@ -61,8 +70,6 @@ from benchmarks.train_step import (
     make_model,
     make_packs,
     packed_step,
-    peak_gb,
-    synchronize,
     to_device,
 )
 from internvl_pack.model.attention import register_packed_attention, select_kernel
@@ -73,7 +80,6 @@ from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.parts import decoder_layers
 from internvl_pack.model.vision import use_tile_attention
 
-ROOT = Path(__file__).resolve().parents[1]
 BFLOAT16 = "bfloat16"
 
 # Width, MLP's width, heads and key-value heads of language models: Qwen2.5-0.5B, 1.5B, 3B, 7B, 14B.
@@ -122,39 +128,27 @@ def compare_speed(
     ways: dict[str, PackedModel], batches: list[dict], repeats: int, device: torch.device, peak: float | None
 ) -> None:
     """Table of the ways on the same rows."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    peaks = dict.fromkeys(ways, 0.0)
-    for repeat in range(repeats + 1):  # the first compiles
-        for name, packed in ways.items():
-            peak_gb(device, reset=True)
-            spent = one_pass(packed, batches, device)
-            if repeat:
-                seconds[name].append(spent)
-                peaks[name] = max(peaks[name], peak_gb(device))
-            else:
-                print(f"    {name}: first pass {spent:.1f} s", flush=True)
+    passes = {name: partial(one_pass, packed, batches, device) for name, packed in ways.items()}
+    times = in_turns(passes, repeats, device)
     tokens = sum(b["num_real_tokens"] for b in batches)
     flops = sum(flop_counts(next(iter(ways.values())).config).of(b) for b in batches)
-    base = statistics.median(next(iter(seconds.values())))
+    base = next(iter(times.values())).median
     table = Table(
         ("way", 18), ("useful tokens/s", 16), ("of the first", 13), ("spread", 7), ("peak GB", 8), ("MFU in bf16", 11)
     )
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        table.row(
-            name, f"{tokens / median:,.0f}", f"{base / median:.3f}", f"{(max(times) - min(times)) / median:.1%}",
-            f"{peaks[name]:.1f}", f"{flops / median / peak:.1%}" if peak else "-",
-        )  # fmt: skip
+    for name, found in times.items():
+        mfu = f"{flops / found.median / peak:.1%}" if peak else "-"
+        speed = f"{tokens / found.median:,.0f}"
+        table.row(name, speed, f"{base / found.median:.3f}", found.spread, f"{found.peak_gb:.1f}", mfu)
 
 
 def one_pass(packed: PackedModel, batches: list[dict], device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    for batch in batches:
-        packed_step(packed, to_device(batch, device)).backward()
-        packed.zero_grad(set_to_none=True)
-    synchronize(device)
-    return time.perf_counter() - started
+    def run() -> None:
+        for batch in batches:
+            packed_step(packed, to_device(batch, device)).backward()
+            packed.zero_grad(set_to_none=True)
+
+    return seconds_of(run, device)
 
 
 def compare_losses(ways: dict[str, PackedModel], batch: dict, device: torch.device) -> None:
@@ -163,32 +157,20 @@ def compare_losses(ways: dict[str, PackedModel], batch: dict, device: torch.devi
     for name, packed in ways.items():
         loss = packed_step(packed, to_device(batch, device))
         loss.backward()
-        gradients = {n: p.grad.float() for n, p in packed.named_parameters() if p.grad is not None}
-        packed.zero_grad(set_to_none=True)
+        gradients = take_gradients(packed)
         first = first or gradients
-        total = torch.stack([g.norm() for g in first.values()]).norm()
-        apart = torch.stack([(gradients[n] - g).norm() for n, g in first.items()]).norm()
-        print(
-            f"    {name}: loss {loss.item():.6f}, gradients {(apart / total).item():.2e} from the first's", flush=True
-        )
+        apart = relative_of_all(gradients, first)
+        print(f"    {name}: loss {loss.item():.6f}, gradients {apart:.2e} from the first's", flush=True)
 
 
-def profile_way(name: str, packed: PackedModel, batch: dict, device: torch.device, rows: int = 25) -> None:
+def profile_way(name: str, packed: PackedModel, batch: dict, device: torch.device) -> None:
     """Where the device's time goes in one row."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         one_pass(packed, [batch], device)
-    kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kinds: dict[str, float] = {}
-    for e in kernels:
-        kind = next((k for k, words in KERNEL_KINDS.items() if any(w in e.key.lower() for w in words)), "other")
-        kinds[kind] = kinds.get(kind, 0.0) + e.self_device_time_total
-    print(f"\nOne row of '{name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles: kernels")
-    for kind, microseconds in sorted(kinds.items(), key=lambda item: -item[1]):
-        print(f"    {microseconds / 1e3:8.1f} ms  {kind}")
-    for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
-        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5d} x  {e.key[:110]}")
+    print(f"\nOne row of '{name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles")
+    print_kernels(recorded, rows=25)
 
 
 def speed(args: argparse.Namespace, device: torch.device) -> int:
@@ -249,9 +231,7 @@ def widths(args: argparse.Namespace, device: torch.device) -> None:
         print(f"\nwidth {width}, MLP {inner}, 2 layers, a row of {batches[0]['num_real_tokens']} tokens")
         compare_speed(ways, batches * 4, args.repeats, device, None)
         del model, packed, ways
-        gc.collect()
-        if not small:
-            torch.cuda.empty_cache()
+        release(device)
 
 
 def text_row(lengths: list[int], tokens: int, device: torch.device) -> dict[str, Any]:
@@ -535,20 +515,12 @@ def one_run(
         options |= {"force_image_size": 56, "dataloader_num_workers": 0}
     if recipe:
         options["fp8"] = recipe
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment.setdefault("OMP_NUM_THREADS", "1" if small else "8")
-    if small:
-        environment["DS_ACCELERATOR"] = "cpu"
     command = [
         sys.executable,
         str(ROOT / "train" / "finetune.py"),
         *training_options(shared, checkpoint, out, **options),
     ]
-    log = work / f"{out.name}.log"
-    with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    if code:
-        print("\n".join(log.read_text(encoding="utf-8").splitlines()[-30:]))
+    if run_logged(command, work / f"{out.name}.log", args.device):
         return None
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]

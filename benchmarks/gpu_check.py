@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from benchmarks.measuring import Table, kernels_here, relative, versions
 from internvl_pack.batch.collate import packed_collate_fn
 from internvl_pack.batch.row import PackRow, Segment
-from internvl_pack.errors import UserError
 from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
 from internvl_pack.model.attention.sinks import attend_with_sinks, masked_attention_with_sinks
 from internvl_pack.model.compiled import compile_blocks
@@ -50,26 +49,6 @@ PARTS = ("kernels", "sinks", "model")
 SHAPES = {"1B": (14, 2, 64), "8B": (28, 4, 128), "Llama-8B": (32, 8, 128)}
 LENGTHS = [1, 3300, 7, 64, 1203, 1, 2049, 129, 300, 128, 577, 2]
 SMALL_LENGTHS = [1, 33, 7, 64, 20, 1, 2]
-
-
-class Table:
-    """Prints aligned rows as they come and remembers failures."""
-
-    def __init__(self, *columns: tuple[str, int]) -> None:
-        self.widths = [width for _, width in columns]
-        self.failures = 0
-        self.row(*(name for name, _ in columns))
-
-    def row(self, *cells: object) -> None:
-        print("  ".join(f"{c!s:<{w}}" for c, w in zip(cells, self.widths, strict=False)), flush=True)
-
-    def verdict(self, ok: bool) -> str:
-        self.failures += not ok
-        return "ok" if ok else "FAILED"
-
-
-def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected).norm() / expected.norm()).item()
 
 
 def worst_segment(got: torch.Tensor, expected: torch.Tensor, lengths: list[int]) -> float:
@@ -299,21 +278,6 @@ def check_model(kernels: list[str], device: torch.device, small: bool) -> int:
     return table.failures
 
 
-def versions(device: torch.device) -> str:
-    import transformers
-
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    words = [card, f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    words.append(f"transformers {transformers.__version__}")
-    try:
-        import flash_attn
-
-        words.append(f"flash_attn {getattr(flash_attn, '__version__', '?')}")
-    except ImportError:
-        words.append("no flash_attn")
-    return ", ".join(words)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -323,14 +287,7 @@ def main() -> int:
     device = torch.device(args.device)
     small = device.type != "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    kernels = []
-    for name in args.kernels or KERNELS:
-        try:
-            kernels.append(select_kernel(name, device).name)
-        except UserError as error:
-            print(f"left out: {error}")
-            if args.kernels:
-                return 1
+    kernels = kernels_here(args.kernels, device)
     print(
         f"{versions(device)}\nkernels: {', '.join(kernels)}; --attn_kernel auto is {select_kernel('auto', device).name}"
     )

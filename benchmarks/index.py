@@ -18,13 +18,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.encode import best_of
 from internvl_pack.commands.index import DataFile, index_files
 from internvl_pack.sources import jsonl, shard_index
 from internvl_pack.sources.files import stamp_of
@@ -59,15 +58,15 @@ def measure_jsonl(folder: Path, num_rows: int) -> dict[str, float]:
     path = folder / "rows.jsonl"
     write_jsonl(path, num_rows)
     size = path.stat().st_size
-    loop = seconds(lambda: count_lines(path))
+    loop = best_of(lambda: count_lines(path))
     stamp = stamp_of(str(path))
-    scan = seconds(lambda: jsonl.build_index(str(path), stamp))
-    command = seconds(lambda: list(index_files([DataFile(jsonl.KIND, str(path), stamp)])))
-    opening = seconds(lambda: JsonlSource("bench", str(path)))
+    scan = best_of(lambda: jsonl.build_index(str(path), stamp))
+    command = best_of(lambda: list(index_files([DataFile(jsonl.KIND, str(path), stamp)])))
+    opening = best_of(lambda: JsonlSource("bench", str(path)))
     source = JsonlSource("bench", str(path))
     assert len(source) == num_rows
     rows = random.Random(0).sample(range(num_rows), min(num_rows, 20_000))
-    reading = seconds(lambda: [source.read(row) for row in rows])
+    reading = best_of(lambda: [source.read(row) for row in rows])
     grown = subprocess.run(
         [sys.executable, __file__, "--rss-of", str(path)], check=True, capture_output=True, text=True
     ).stdout
@@ -87,15 +86,15 @@ def measure_shard(folder: Path, num_samples: int) -> dict[str, float]:
     path = folder / "shard.tar"
     write_shard(path, num_samples)
     with tarfile.open(path) as tar:
-        with_tarfile = seconds(lambda: sum(1 for _ in tar), repeat=1)
-    scan = seconds(lambda: shard_index.scan_shard(str(path)))
+        with_tarfile = best_of(lambda: sum(1 for _ in tar), 1)
+    scan = best_of(lambda: shard_index.scan_shard(str(path)))
     shard_index.write_index(str(path))
-    opening = seconds(lambda: ShardSource("bench", [str(path)]))
+    opening = best_of(lambda: ShardSource("bench", [str(path)]))
     source = ShardSource("bench", [str(path)])
     assert len(source) == num_samples
     rows = random.Random(0).sample(range(num_samples), min(num_samples, 20_000))
-    reading = seconds(lambda: [source.read(row) for row in rows])
-    names = seconds(lambda: [source.sample_id(row) for row in rows])
+    reading = best_of(lambda: [source.read(row) for row in rows])
+    names = best_of(lambda: [source.sample_id(row) for row in rows])
     return {
         "shard_tarfile_samples_per_s": num_samples / with_tarfile,
         "shard_index_samples_per_s": num_samples / scan,
@@ -103,16 +102,6 @@ def measure_shard(folder: Path, num_samples: int) -> dict[str, float]:
         "shard_read_samples_per_s": len(rows) / reading,
         "shard_sample_ids_per_s": len(rows) / names,
     }
-
-
-def seconds(work: Callable[[], object], *, repeat: int = 3) -> float:
-    """CPU seconds, the best of a few runs."""
-    times = []
-    for _ in range(repeat):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return min(times)
 
 
 def rss_growth(path: str) -> float:

@@ -36,6 +36,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.encode import normalised, pillow_tiles, tokenizer_for
+
 IMAGE_BLOCK = "<img>{}</img>"
 
 
@@ -71,25 +73,10 @@ def fastest(ways: dict[str, Callable[[list[str]], None]], loader, runs: int) -> 
 
 def plain_loop(raws: dict, tokenizer) -> Callable[[list[str]], None]:
     """A sample at a time as InternVL's LazySupervisedDataset prepares it (float32 tensors and all)."""
-    import numpy as np
     import torch
     from PIL import Image
 
     from internvl_pack.encode.tiles import max_tiles_per_image, plan_grid
-
-    mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
-    std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-
-    def tiles_of(image: Image.Image, max_tiles: int) -> list[Image.Image]:
-        grid = plan_grid(*image.size, max_tiles=max_tiles)
-        whole = image.resize((448 * grid.columns, 448 * grid.rows))
-        boxes = [(448 * c, 448 * r) for r in range(grid.rows) for c in range(grid.columns)]
-        tiles = [whole.crop((x, y, x + 448, y + 448)) for x, y in boxes]
-        return tiles + [image.resize((448, 448))] * grid.thumbnail
-
-    def tensor_of(tile: Image.Image) -> torch.Tensor:
-        pixels = torch.from_numpy(np.array(tile)).permute(2, 0, 1).contiguous()
-        return (pixels.float().div(255) - mean) / std
 
     def prepare(raw) -> None:
         names = raw.data.get("image") or []
@@ -98,11 +85,11 @@ def plain_loop(raws: dict, tokenizer) -> Callable[[list[str]], None]:
         counts = []
         for name in names:
             image = Image.open(io.BytesIO(raw.resolve(name).read())).convert("RGB")
-            found = tiles_of(image, max_tiles_per_image(12, len(names)))
+            found = pillow_tiles(image, plan_grid(*image.size, max_tiles=max_tiles_per_image(12, len(names))))
             counts.append(len(found))
             tiles += found
         if tiles:
-            torch.stack([tensor_of(tile) for tile in tiles])
+            normalised(tiles)
         ids = []
         for turn in raw.data["conversations"]:
             text = turn["value"]
@@ -239,17 +226,9 @@ def main() -> None:
     import torch
 
     from internvl_pack import PackedDataset, PackingConfig, build_loader
-    from internvl_pack.sources import load_meta
-    from internvl_pack.testing.tiny import conversation_texts, tiny_tokenizer
 
     torch.set_num_threads(1)
-    if arguments.tokenizer:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    else:
-        specs = load_meta(arguments.meta)
-        tokenizer = tiny_tokenizer(t for spec in specs for t in conversation_texts(Path(spec.annotation)))
+    tokenizer = tokenizer_for(arguments.meta, arguments.tokenizer)
     config = PackingConfig(max_packed_tokens=16384, num_images_expected=48, max_buffer_size=64)
     dataset = PackedDataset.from_meta(arguments.meta, tokenizer, config)
     result = queue_and_memory(dataset)  # first: workers are forked from a small process

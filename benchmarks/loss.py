@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
+from benchmarks.measuring import Table, versions
 from internvl_pack.model.loss import DEFAULT_CHUNK_TOKENS, LabelledHead, fusible_loss_and_gradient, loss_and_gradient
 from internvl_pack.model.loss.kernels import liger_loss_and_gradient, liger_problem
 

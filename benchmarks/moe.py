@@ -18,12 +18,11 @@ bfloat16 peak.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
+from benchmarks.measuring import Table, peak_gb, release, seconds_of, versions
 from benchmarks.train_step import draw_samples
 from internvl_pack.batch.collate import packed_collate_fn
 from internvl_pack.batch.row import PackRow, Segment
@@ -115,15 +114,6 @@ def step_of(packed: PackedModel, coefficient: float) -> Callable[[dict[str, Any]
     return step
 
 
-def seconds(step: Callable[[dict[str, Any]], None], row: dict[str, Any], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    wait()
-    start = time.perf_counter()
-    step(row)
-    wait()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="30b6", choices=SHAPES)
@@ -151,14 +141,11 @@ def main() -> None:
         counts = flop_counts(packed.config)
         for row in rows:  # warm, and compiled for every shape
             step(row)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        found[way] = [seconds(step, row, device) for _ in range(args.repeats) for row in rows]
-        memory[way] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+        peak_gb(device, reset=True)
+        found[way] = [seconds_of(partial(step, row), device) for _ in range(args.repeats) for row in rows]
+        memory[way] = peak_gb(device) * 1e9 / 2**30
         del packed, step
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
     operations = statistics.mean(counts.of(row) for row in rows)
     print(f"{args.shape}, rows of {args.tokens} tokens, {dtype}")
     table = Table(("way", 10), ("ms a row", 10), ("tokens/s", 10), ("MFU", 8), ("peak GiB", 8))

@@ -16,16 +16,18 @@ import argparse
 import os
 import statistics
 import sys
-import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.train_step import Sample, draw_samples, make_batches, make_model, to_device
+from benchmarks.measuring import peak_gb, seconds_of
+from benchmarks.train_step import Sample, draw_samples, make_batches, make_model, packed_step, to_device
 from internvl_pack.config import PackingConfig
 from internvl_pack.estimate.simulate import LengthTable
 from internvl_pack.model.compiled import compile_blocks
@@ -48,6 +50,11 @@ def rank_packs(
     plan = StepPlan(packs, num_ranks, seed=0, epoch=0, balanced=balanced)
     shares = (deal(step, num_ranks)[rank] for step in islice(plan, num_steps))
     return [[samples[f.position] for f in pack.fragments] for share in shares for batch in share for pack in batch]
+
+
+def train(engine: Any, batch: dict[str, Any], device: torch.device) -> None:
+    engine.backward(packed_step(engine, to_device(batch, device)))
+    engine.step()
 
 
 def main() -> int:
@@ -104,16 +111,9 @@ def main() -> int:
         seconds, useful, costs = [], [], []
         for step, batch in enumerate(islice(batches, count)):
             dist.barrier()
-            if not small:
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            loss = engine(**to_device(batch, device), loss_normalizer=float(max(1, batch["num_loss_tokens"]))).loss
-            engine.backward(loss)
-            engine.step()
-            if not small:
-                torch.cuda.synchronize()
+            spent = seconds_of(partial(train, engine, batch, device), device)
             if step >= 2:
-                seconds.append(time.perf_counter() - started)
+                seconds.append(spent)
                 useful.append(batch["num_real_tokens"])
                 costs.append(counts.of(batch))
         everyones = [torch.zeros(len(costs), dtype=torch.float64, device=device) for _ in range(world)]
@@ -125,12 +125,11 @@ def main() -> int:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
         if rank == 0:
-            peak = 0.0 if small else torch.cuda.max_memory_allocated() / 1e9
             print(
                 f"ZeRO-{args.stage}, {world} GPU{'s' * (world > 1)}, {tokens}/{tiles}, groups {groups}: "
                 f"{total[1].item() / slowest[0].item() / world:,.0f} useful tokens/s/GPU, step "
                 f"{statistics.median(seconds) * 1e3:.0f} ms (median of {len(seconds)}), even {even:.3f}, "
-                f"peak {peak:.1f} GB",
+                f"peak {peak_gb(device):.1f} GB",
                 flush=True,
             )
     dist.barrier()

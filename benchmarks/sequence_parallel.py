@@ -31,7 +31,6 @@ import itertools
 import os
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,7 +42,16 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import FACTOR, Table, relative, run_kernel, versions
+from benchmarks.gpu_check import FACTOR, run_kernel
+from benchmarks.measuring import (
+    Table,
+    peak_gb,
+    relative,
+    relative_of_all,
+    seconds_of,
+    take_gradients,
+    versions,
+)
 from benchmarks.train_step import (
     SHAPES,
     Sample,
@@ -51,8 +59,6 @@ from benchmarks.train_step import (
     full_rows,
     make_batches,
     make_model,
-    peak_gb,
-    synchronize,
     to_device,
 )
 from internvl_pack.errors import UserError
@@ -123,17 +129,13 @@ def measure(core: PackedModel, batch: dict[str, Any], repeats: int, device: torc
     peak_gb(device, reset=True)
     for _ in range(repeats + 1):  # the first is to warm up
         barrier()
-        synchronize(device)
-        started = time.perf_counter()
         try:
-            train_step(core, batch, device)
+            times.append(seconds_of(lambda: train_step(core, batch, device), device))
         except torch.OutOfMemoryError:
             if group is not None:
                 raise
             failed = True
             break
-        synchronize(device)
-        times.append(time.perf_counter() - started)
     core.zero_grad(set_to_none=False)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -253,8 +255,7 @@ def gradients_of(core: PackedModel, batch: dict[str, Any], device: torch.device)
     outputs = train_step(core, on_host(batch, group), device)
     losses = torch.zeros(batch["num_tokens"], device=device)
     losses[outputs.target_positions] = outputs.target_losses
-    gradients = {n: p.grad.float() for n, p in core.named_parameters() if p.grad is not None}
-    core.zero_grad(set_to_none=True)
+    gradients = take_gradients(core)
     if group is not None:
         for tensor in (losses, *gradients.values()):
             dist.all_reduce(tensor, group=group.process_group)
@@ -263,14 +264,10 @@ def gradients_of(core: PackedModel, batch: dict[str, Any], device: torch.device)
 
 def errors(got: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dict]) -> dict[str, float]:
     """Relative norms: of the losses, and of the gradients of each part of the model."""
-    found = {"losses": ((got[0] - expected[0]).norm() / expected[0].norm()).item()}
+    found = {"losses": relative(got[0], expected[0])}
     for part in PARTS:
-        names = [name for name, g in expected[1].items() if part_of(name) == part and g.any()]
-        if not names:  # a row without images
-            found[part] = 0.0
-            continue
-        apart = torch.stack([(got[1][name] - expected[1][name]).norm() for name in names]).norm()
-        found[part] = (apart / torch.stack([expected[1][name].norm() for name in names]).norm()).item()
+        own = {name: g for name, g in expected[1].items() if part_of(name) == part and g.any()}
+        found[part] = relative_of_all(got[1], own) if own else 0.0  # of a row without images
     return found
 
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import gc
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, versions
+from benchmarks.measuring import (
+    Table,
+    in_turns,
+    kernels_here,
+    pinned,
+    print_kernels,
+    relative_of_all,
+    release,
+    seconds_of,
+    synchronize,
+    take_gradients,
+    versions,
+)
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn, to_device
 from internvl_pack.batch.row import PackRow, Segment
-from internvl_pack.errors import UserError
-from internvl_pack.model.attention import KERNELS, Row, register_packed_attention, select_kernel
+from internvl_pack.model.attention import KERNELS, Row, register_packed_attention
 from internvl_pack.model.compiled import RECOMPUTE, compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.images import normalize_tiles
@@ -199,9 +210,7 @@ def make_batches(groups: list[list[Sample]], core: PackedModel, pixels: torch.Te
             batch = padded_collate_fn([PackRow([s]) for s in segments], **options)
         else:
             batch = packed_collate_fn([PackRow(segments)], **options)
-        if torch.cuda.is_available():
-            batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        batches.append(batch)
+        batches.append(pinned(batch))
     return batches
 
 
@@ -220,6 +229,7 @@ class Way:
     attention: str = ""
     tiles: str = "sdpa"  # attention in the vision tower
     fused: bool = True  # its layers, where they can be
+    host: float = 0.0  # of the last pass, see `run_pass`
 
 
 def transformers_step(core: PackedModel, batch: dict[str, Any]) -> torch.Tensor:
@@ -254,8 +264,8 @@ def set_up(core: PackedModel, way: Way) -> Iterator[None]:
         core.gradient_checkpointing_disable()
 
 
-def run_pass(core: PackedModel, way: Way, device: torch.device) -> tuple[float, float]:
-    """Seconds of one pass over the way's batches, and after how many of them all work had been issued."""
+def run_pass(core: PackedModel, way: Way, device: torch.device) -> float:
+    """Seconds of one pass over the way's batches; `way.host` is the share after which all work had been issued."""
     synchronize(device)
     started = time.perf_counter()
     for batch in way.batches:
@@ -263,74 +273,45 @@ def run_pass(core: PackedModel, way: Way, device: torch.device) -> tuple[float, 
         core.zero_grad(set_to_none=True)
     issued = time.perf_counter() - started
     synchronize(device)
-    return time.perf_counter() - started, issued
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def peak_gb(device: torch.device, reset: bool = False) -> float:
-    if device.type != "cuda":
-        return 0.0
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated() / 1e9
+    whole = time.perf_counter() - started
+    way.host = issued / whole
+    return whole
 
 
 def measure(core: PackedModel, ways: list[Way], repeats: int, device: torch.device, peak: float | None) -> dict:
     """Table of the ways; medians by name, in useful tokens/s."""
     counts = flop_counts(core.config)
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    host: dict[str, float] = {}
-    peaks: dict[str, float] = {}
-    for repeat in range(repeats + 1):  # the first is to warm up
-        for way in list(ways):
-            if way.checkpointing and repeat > 1:  # for its memory; its speed is measured once
-                continue
-            if way.name in peaks and peaks[way.name] < 0:
-                continue
-            with set_up(core, way):
-                peak_gb(device, reset=True)
-                try:
-                    spent, host[way.name] = run_pass(core, way, device)
-                except torch.OutOfMemoryError:
-                    peaks[way.name] = -1.0
-                    core.zero_grad(set_to_none=True)
-                    torch.cuda.empty_cache()
-                    continue
-            if repeat == 0:
-                peaks[way.name] = peak_gb(device)
-                print(f"    {way.name}: first pass {spent:.1f} s", flush=True)
-            else:
-                peaks[way.name] = max(peaks[way.name], peak_gb(device))
-                seconds[way.name].append(spent)
+
+    def one_pass(way: Way) -> float | None:
+        with set_up(core, way):
+            try:
+                return run_pass(core, way, device)
+            except torch.OutOfMemoryError:
+                core.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+                return None
+
+    passes = {way.name: partial(one_pass, way) for way in ways}
+    # Those with checkpointing are there for their memory.
+    times = in_turns(passes, repeats, device, once=[way.name for way in ways if way.checkpointing])
     table = Table(
-        ("way", 40),
-        ("rows", 5),
-        ("fill", 6),
-        ("useful tokens/s", 16),
-        ("spread", 7),
-        ("peak GB", 8),
-        ("MFU", 7),
+        ("way", 40), ("rows", 5), ("fill", 6), ("useful tokens/s", 16), ("spread", 7), ("peak GB", 8), ("MFU", 7),
         ("host", 6),
-    )
+    )  # fmt: skip
     speeds = {}
     for way in ways:
-        if peaks[way.name] < 0:
+        if way.name not in times:
             table.row(way.name, len(way.batches), "", "out of memory")
             continue
+        found = times[way.name]
         real = sum(b["num_real_tokens"] for b in way.batches)
-        median = statistics.median(seconds[way.name])
-        spread = (max(seconds[way.name]) - min(seconds[way.name])) / median
         flops = sum(counts.of(b) for b in way.batches if "sum_squared_lengths" in b)
-        mfu = f"{flops / median / peak:.1%}" if peak else "-"
+        mfu = f"{flops / found.median / peak:.1%}" if peak else "-"
         fill = real / sum(b["num_tokens"] for b in way.batches)
-        speeds[way.name] = real / median
+        speeds[way.name] = real / found.median
         table.row(
-            way.name, len(way.batches), f"{fill:.1%}", f"{real / median:,.0f}", f"{spread:.1%}",
-            f"{peaks[way.name]:.1f}", mfu, f"{host[way.name] / seconds[way.name][-1]:.0%}",
+            way.name, len(way.batches), f"{fill:.1%}", f"{speeds[way.name]:,.0f}", found.spread,
+            f"{found.peak_gb:.1f}", mfu, f"{way.host:.0%}",
         )  # fmt: skip
     return speeds
 
@@ -342,13 +323,10 @@ def compare(core: PackedModel, eager: Way, compiled: Way, device: torch.device) 
         with set_up(core, way):
             loss = way.step(to_device(compiled.batches[0], device))
             loss.backward()
-        gradients = {n: p.grad.float() for n, p in core.named_parameters() if p.grad is not None}
-        results.append((loss.item(), gradients))
-        core.zero_grad(set_to_none=True)
+        results.append((loss.item(), take_gradients(core)))
     (one, ours), (two, theirs) = results
-    total = torch.stack([g.norm() for g in ours.values()]).norm()
-    apart = torch.stack([(g - theirs[n]).norm() for n, g in ours.items()]).norm()
-    print(f"    loss {one:.6f} uncompiled, {two:.6f} '{compiled.name}'; gradients differ by {apart / total:.2e}")
+    apart = relative_of_all(theirs, ours)
+    print(f"    loss {one:.6f} uncompiled, {two:.6f} '{compiled.name}'; gradients differ by {apart:.2e}")
 
 
 def full_rows(core: PackedModel, pixels: torch.Tensor, tokens: int, tiles: int, samples: list[Sample]) -> list[dict]:
@@ -385,34 +363,21 @@ def language_forward(core: PackedModel, kernels: list[str], device: torch.device
         runs[f"packed, {kernel}"] = (KERNELS[kernel].implementation, packed, None)
     times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for repeat in range(repeats + 2):
+        for _ in range(repeats + 2):
             for name, (attention, call, backend) in runs.items():
                 core.model.set_attn_implementation({"text_config": attention})
-                synchronize(device)
-                started = time.perf_counter()
                 with sdpa_kernel(backend) if backend else contextlib.nullcontext():
-                    call()
-                synchronize(device)
-                if repeat > 1:
-                    times[name].append(time.perf_counter() - started)
-    bases = [statistics.median(times[name]) for name in list(runs)[:2]]
-    for name, values in times.items():
-        median = statistics.median(values)
+                    times[name].append(seconds_of(call, device))
+    medians = {name: statistics.median(values[2:]) for name, values in times.items()}
+    bases = list(medians.values())[:2]
+    for name, median in medians.items():
         table.row(name, f"{median * 1e3:.1f}", *(f"{median / base:.3f}" for base in bases))
 
 
 # --- where the time goes --------------------------------------------------------------------------
 
-KINDS = {
-    "attention": ("flash", "fmha", "attention", "sdpa"),
-    "convolution": ("conv", "dgrad", "wgrad"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "sm90_xmma", "cublas", "splitk"),
-    "compiled pointwise and reductions": ("triton",),
-    "copies": ("memcpy", "memset", "copy"),
-}
 
-
-def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 40) -> None:
+def profile(core: PackedModel, way: Way, device: torch.device) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     batch = max(way.batches, key=lambda b: b["num_real_tokens"])
@@ -428,21 +393,11 @@ def profile(core: PackedModel, way: Way, device: torch.device, rows: int = 40) -
             synchronize(device)
             whole = time.perf_counter() - started
         core.zero_grad(set_to_none=True)
-    kernels = [e for e in recorded.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    total = sum(e.self_device_time_total for e in kernels)
     print(
         f"\nOne step of '{way.name}', {batch['num_real_tokens']} tokens, {batch['num_tiles']} tiles: "
-        f"{whole * 1e3:.0f} ms "
-        f"while recording (issued in {issued * 1e3:.0f}), kernels {total / 1e3:.0f} ms"
+        f"{whole * 1e3:.0f} ms while recording (issued in {issued * 1e3:.0f})"
     )
-    kinds: dict[str, float] = {}
-    for e in kernels:
-        kind = next((k for k, words in KINDS.items() if any(w.lower() in e.key.lower() for w in words)), "other")
-        kinds[kind] = kinds.get(kind, 0.0) + e.self_device_time_total
-    for kind, microseconds in sorted(kinds.items(), key=lambda item: -item[1]):
-        print(f"    {microseconds / 1e3:8.1f} ms  {kind}")
-    for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
-        print(f"    {e.self_device_time_total / 1e3:8.2f} ms {e.count:5d} x  {e.key[:110]}")
+    print_kernels(recorded, rows=40)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -462,42 +417,30 @@ def make_ways(core: PackedModel, args: argparse.Namespace, kernels: list[str], s
         k: {"attention": KERNELS[k].implementation, "tiles": use_tile_attention(core.model, KERNELS[k])}
         for k in kernels
     }
-    own, theirs = (lambda batch: packed_step(core, batch)), (lambda batch: transformers_step(core, batch))
+    own, theirs = partial(packed_step, core), partial(transformers_step, core)
     low, middle, high = (f"{n}/{tiles}" for n, tiles in budgets.items())
     ways = []
     if "padded" in args.ways:
-        pairs = make_batches(pairs_by_length([s for s in samples]), core, pixels, padded=True)
+        pairs = make_batches(pairs_by_length(samples), core, pixels, padded=True)
         ways.append(Way("padded, micro-batch 2, by length", pairs, theirs, attention="sdpa"))
     if "reference" in args.ways:
         ways.append(Way(f"{low} reference", batches[tokens[0]], theirs, attention=register_reference(kernel)))
     if "given" in args.ways:
         ways.append(Way(f"{low} given, {kernel}", batches[tokens[0]], own, **ours[kernel]))
         ways.append(Way(f"{middle} given, {kernel}", batches[tokens[1]], own, **ours[kernel]))
+    best = kernels[-1]
     if "compiled" in args.ways:
-        for k in kernels:
-            ways.append(
-                Way(f"{middle} compiled, {k}", batches[tokens[1]], own, compiled=True, **ours[k])
-            )  # fmt: skip
+        compiled = partial(Way, step=own, compiled=True)
+        ways += [compiled(f"{middle} compiled, {k}", batches[tokens[1]], **ours[k]) for k in kernels]
         if "unfused" in args.ways:
-            ways.append(
-                Way(f"{middle} compiled, {kernels[-1]}, unfused", batches[tokens[1]], own, compiled=True, fused=False,
-                    **ours[kernels[-1]])
-            )  # fmt: skip
+            ways.append(compiled(f"{middle} compiled, {best}, unfused", batches[tokens[1]], fused=False, **ours[best]))
         full = full_rows(core, pixels, tokens[1], budgets[tokens[1]], samples)
-        best = kernels[-1]
-        ways.append(
-            Way(f"{middle} compiled, {best}, full rows", full, own, compiled=True, **ours[best])
-        )  # fmt: skip
+        ways.append(compiled(f"{middle} compiled, {best}, full rows", full, **ours[best]))
     if "checkpointed" in args.ways:
-        ways.append(
-            Way(f"{high} given, {kernel}, checkpointing", batches[tokens[2]], own, checkpointing=True,
-                **ours[kernel])
-        )  # fmt: skip
+        checkpointed = partial(Way, batches=batches[tokens[2]], step=own, checkpointing=True)
+        ways.append(checkpointed(f"{high} given, {kernel}, checkpointing", **ours[kernel]))
         if "compiled" in args.ways:
-            ways.append(
-                Way(f"{high} compiled, {kernels[-1]}, checkpointing", batches[tokens[2]], own, compiled=True,
-                    checkpointing=True, **ours[kernels[-1]])
-            )  # fmt: skip
+            ways.append(checkpointed(f"{high} compiled, {best}, checkpointing", compiled=True, **ours[best]))
     return ways
 
 
@@ -519,11 +462,7 @@ def main() -> int:
     device = torch.device(args.device)
     small = device.type != "cuda"
     dtype = torch.float32 if small else torch.bfloat16
-    try:
-        kernels = [select_kernel(name, device, dtype).name for name in args.kernels or ["auto"]]
-    except UserError as error:
-        print(error)
-        return 1
+    kernels = kernels_here(args.kernels or ["auto"], device, dtype)
     peak = None if small else peak_flops(torch.cuda.get_device_name(device))
     print(versions(device) + (f", peak {peak / 1e12:.1f} TFLOP/s" if peak else ""))
     torch.set_float32_matmul_precision("high")
@@ -560,10 +499,8 @@ def main() -> int:
         if not args.no_language:
             language_forward(core, kernels, device, 64 if small else 4096, 3 if small else 15)
         del core, ways
-        gc.collect()
         torch._dynamo.reset()
-        if not small:
-            torch.cuda.empty_cache()
+        release(device)
     return 0
 
 

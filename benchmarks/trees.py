@@ -27,7 +27,6 @@ import argparse
 import copy
 import gc
 import os
-import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -43,8 +42,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import Table, relative, versions
-from benchmarks.train_step import SHAPES, Way, make_model, packed_step, peak_gb, run_pass, set_up, to_device
+from benchmarks.measuring import Table, in_turns, pinned, relative, relative_of_all, take_gradients, versions
+from benchmarks.train_step import SHAPES, Way, make_model, packed_step, run_pass, set_up, to_device
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.model.attention import KERNELS, register_packed_attention, select_kernel
@@ -107,12 +106,6 @@ def packed(core: PackedModel, rows: Sequence[Sequence[Segment]], pairs: bool = F
     return batches
 
 
-def pinned(batch: dict[str, Any]) -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return batch
-    return {k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
@@ -167,31 +160,23 @@ def answers_step(core: PackedModel, batch: dict[str, Any]) -> Tensor:
 
 def compare(core: PackedModel, title: str, unit: str, count: int, ways: list[Way], repeats: int, device) -> None:
     """Table of ways, each of which makes `count` units in a pass."""
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    peaks = dict.fromkeys(seconds, 0.0)
     print(f"\n{title}; {count} {unit}, median of {repeats}")
-    for repeat in range(repeats + 1):  # the first compiles
-        for way in ways:
-            with set_up(core, way):
-                peak_gb(device, reset=True)
-                spent, _ = run_pass(core, way, device)
-            peaks[way.name] = peak_gb(device)
-            if repeat:
-                seconds[way.name].append(spent)
-            else:
-                print(f"    {way.name}: first pass {spent:.1f} s", flush=True)
-    first = statistics.median(seconds[ways[0].name])
+
+    def one_pass(way: Way) -> float:
+        with set_up(core, way):
+            return run_pass(core, way, device)
+
+    times = in_turns({way.name: partial(one_pass, way) for way in ways}, repeats, device)
     table = Table(
         ("way", 32), ("rows", 5), ("tokens", 8), ("tiles", 6), (f"{unit}/s", 12), ("spread", 7), ("peak GB", 8),
         ("the first is x", 14),
     )  # fmt: skip
     for way in ways:
-        median = statistics.median(seconds[way.name])
-        spread = (max(seconds[way.name]) - min(seconds[way.name])) / median
+        found, first = times[way.name], times[ways[0].name]
         totals = (sum(batch[key] for batch in way.batches) for key in ("num_tokens", "num_tiles"))
         table.row(
-            way.name, len(way.batches), *(f"{total:,}" for total in totals), f"{count / median:,.2f}",
-            f"{spread:.1%}", f"{peaks[way.name]:.1f}", f"{median / first:.2f}",
+            way.name, len(way.batches), *(f"{total:,}" for total in totals), f"{count / found.median:,.2f}",
+            found.spread, f"{found.peak_gb:.1f}", f"{found.median / first.median:.2f}",
         )  # fmt: skip
 
 
@@ -250,9 +235,7 @@ def values_of(core: PackedModel, rows: Sequence[Sequence[Segment]], device) -> t
         ((values * weights).sum() / 100).backward()
         found.append(values.detach().float())
         start += len(values)
-    gradients = {n: p.grad.float().cpu() for n, p in core.named_parameters() if p.grad is not None}
-    core.zero_grad(set_to_none=True)
-    return torch.cat(found), gradients
+    return torch.cat(found), {name: gradient.cpu() for name, gradient in take_gradients(core).items()}
 
 
 def errors(core: PackedModel, pixels: Tensor, ours: dict[str, Any], device) -> int:
@@ -276,7 +259,9 @@ def errors(core: PackedModel, pixels: Tensor, ours: dict[str, Any], device) -> i
     table = Table(
         ("way", 18), ("log-probabilities", 18), ("of bfloat16's", 13), ("gradients", 12), ("of bfloat16's", 13)
     )
-    apart_by = {name: (relative(got[0], expected[0]), norm_apart(got[1], expected[1])) for name, got in found.items()}
+    apart_by = {
+        name: (relative(got[0], expected[0]), relative_of_all(got[1], expected[1])) for name, got in found.items()
+    }
     base = apart_by[names[0]]
     for name, (of_values, of_gradients) in apart_by.items():
         table.row(
@@ -299,11 +284,6 @@ def exact_twin(core: PackedModel, device: torch.device) -> PackedModel:
         )
     model.load_state_dict(core.model.state_dict())
     return PackedModel(model).train()
-
-
-def norm_apart(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    total = torch.stack([g.norm() for g in expected.values()]).norm()
-    return float(torch.stack([(got[n] - g).norm() for n, g in expected.items()]).norm() / total)
 
 
 # --- main -----------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ import json
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,10 +39,9 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.finetune_runs import SHAPES, make_checkpoint, training_options
-from benchmarks.gpu_check import Table
+from benchmarks.finetune_runs import SHAPES, launcher, make_checkpoint, parser_of_runs, run_logged, training_options
+from benchmarks.measuring import Table
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("forward", "backward", "optimizer", "other")
 
 
@@ -81,6 +79,8 @@ class Marks(TrainerCallback):
         started = time.perf_counter()
         batches, number = method(*args, **kwargs)
         if batches:
+            from train.warm_up import compilations
+
             self.steps.append(
                 {
                     "data": time.perf_counter() - started,
@@ -138,18 +138,12 @@ class Marks(TrainerCallback):
         return found
 
 
-def compilations() -> int:
-    from train.warm_up import compilations as made
-
-    return made()
-
-
 def one_rank(out: Path, measured: int, alone: bool, options: list[str]) -> None:
     """Train, then the same batches forward and backward alone; writes OUT/rank<r>.json."""
     from train.environment import prepare_environment, set_up_logging, shut_down
     from train.finetune import prepare
     from train.options import parse
-    from train.warm_up import forward_and_backward
+    from train.warm_up import compilations, forward_and_backward
 
     prepare_environment()
     set_up_logging()
@@ -225,17 +219,9 @@ def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] == "--one_rank":
         one_rank(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "alone", sys.argv[5:])
         return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--meta", required=True, help="meta file of the data")
-    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer with the tokens for images")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of_runs(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="default 1b, on a CPU tiny")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="stage; 0: without DeepSpeed")
-    parser.add_argument("--gpus", type=int, default=1, help="training processes")
-    parser.add_argument("--workers", type=int, default=8, help="loader processes of a GPU")
-    parser.add_argument("--budget", type=int, nargs=2, metavar=("TOKENS", "TILES"), help="default 16384 48")
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured")
     parser.add_argument("--skip", type=int, default=3, help="steps before them")
     parser.add_argument("--no_alone", action="store_true", help="without forward and backward alone")
@@ -243,7 +229,6 @@ def main() -> int:
     parser.add_argument(
         "--output_dir", type=Path, help="of the run, where its compiler's cache is; default: thrown away"
     )
-    parser.add_argument("--log", type=Path, help="file that keeps all that finetune.py says")
     args, more = parser.parse_known_args()
     args.shape = args.shape or ("tiny" if args.device == "cpu" else "1b")
     with tempfile.TemporaryDirectory() as temporary:
@@ -252,25 +237,15 @@ def main() -> int:
         found = (checkpoint / "config.json").is_file()
         if not found and not make_checkpoint(checkpoint, args.tokenizer, args.shape, args.device):
             return 1
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.gpus)]
-        command += [__file__, "--one_rank", str(work), str(args.steps), "no" if args.no_alone else "alone"]
+        command = [*launcher(args.gpus), __file__, "--one_rank", str(work), str(args.steps)]
+        command.append("no" if args.no_alone else "alone")
         options: dict[str, Any] = {"max_steps": args.skip + args.steps + 1, "log_freq": 0}
         if args.device == "cpu":
             options["dataloader_num_workers"] = 0
         if args.zero:
             options["deepspeed"] = f"zero_stage{args.zero}"
         command += [*training_options(args, checkpoint, args.output_dir or work / "run", **options), *more]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment.setdefault("OMP_NUM_THREADS", "1" if args.device == "cpu" else "8")
-        if args.device == "cpu":
-            environment["DS_ACCELERATOR"] = "cpu"
-        log = args.log or work / "log"
-        with open(log, "w", encoding="utf-8") as file:
-            code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
-            ).returncode
-        if code:
-            print("\n".join(log.read_text(encoding="utf-8").splitlines()[-30:]))
+        if code := run_logged(command, args.log or work / "log", args.device):
             return code
         title = f"ZeRO-{args.zero}" if args.zero else "no DeepSpeed"
         print(f"\n{args.shape}, {title}, {args.gpus} process{'es' * (args.gpus > 1)} {' '.join(more)}")
