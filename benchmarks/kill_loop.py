@@ -41,8 +41,8 @@ os.environ |= {
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.soak import write_images, write_meta
-from internvl_pack.testing.tiny import WORDS, conversation_texts, save_tiny_checkpoint, tiny_tokenizer
+from benchmarks.soak import write_rows
+from internvl_pack.testing.tiny import conversation_texts, save_tiny_checkpoint, tiny_tokenizer
 from train import finetune
 from train.accounting import SAMPLE_IDS, read_sample_log
 from train.checkpoint import PACKING_STATE, folders_of
@@ -71,7 +71,7 @@ def main() -> int:
 
 def loop(folder: Path, num_kills: int, seed: int) -> int:
     begun = time.monotonic()
-    meta = write_data(folder)
+    meta = write_rows(folder, NUM_SAMPLES, random.Random(0), images=8, words=(5, 20), long_ones=True)
     Ranks([lambda: write_model(folder)], folder / "model.log").wait()
     import_all()
     draw, kills, starts, failures = random.Random(seed), Counter[str](), [0], list[str]()
@@ -273,24 +273,6 @@ def start(meta: Path, out: Path, ranks: int, workers: int, deepspeed: bool) -> R
         return finetune.main(words)
 
     return Ranks([lambda rank=rank: run_rank(rank) for rank in range(ranks)], log_of(out))
-
-
-def write_data(folder: Path) -> Path:
-    """A meta file over short rows of text, a third of them with one of a few images, some of several packs."""
-    draw = random.Random(0)
-    write_images(folder, 8, draw)
-    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
-        for number in range(NUM_SAMPLES):
-            record: dict[str, Any] = {"id": number, "system": "Be brief.", "conversations": []}
-            for turn in range(10 if number % 40 == 7 else 1):
-                question = " ".join(draw.choices(WORDS, k=draw.randint(1, 5)))
-                if number % 3 == 0 and turn == 0:
-                    record["image"] = f"{draw.randrange(8)}.png"
-                    question = f"<image>\n{question}"
-                answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
-                record["conversations"] += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-            lines.write(json.dumps(record) + "\n")
-    return write_meta(folder)
 
 
 def write_model(folder: Path) -> None:

@@ -40,7 +40,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write all measurements there, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        meta = write_data(Path(folder), round(SAMPLES_A_BATCH * args.batches / args.epochs))
+        count = round(SAMPLES_A_BATCH * args.batches / args.epochs)
+        meta = write_rows(Path(folder), count, random.Random(0), images=64, words=(30, 60))
         taken = run(meta, args.batches, args.epochs, args.workers, args.every)
     if args.out:
         args.out.write_text(json.dumps(taken))
@@ -51,32 +52,30 @@ def main() -> int:
     return int(bool(too_much))
 
 
-def write_data(folder: Path, num_samples: int) -> Path:
-    """A meta file over rows of text, a third of them with one of 64 images."""
-    draw = random.Random(0)
-    write_images(folder, 64, draw)
-    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
-        for number in range(num_samples):
-            question = " ".join(draw.choices(WORDS, k=draw.randint(1, 30)))
-            record: dict[str, Any] = {"id": number}
-            if number % 3 == 0:
-                record["image"] = f"{draw.randrange(64)}.png"
-                question = f"<image>\n{question}"
-            answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 60)))
-            record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-            lines.write(json.dumps(record) + "\n")
-    return write_meta(folder)
+def write_rows(
+    folder: Path, count: int, draw: random.Random, *, images: int, words: tuple[int, int], long_ones: bool = False
+) -> Path:
+    """A meta file over rows of text, a third of them with one of `images` images of one colour, in three shapes.
 
-
-def write_images(folder: Path, count: int, draw: random.Random) -> None:
-    """`0.png` and so on, each of one colour, in three shapes."""
-    for number in range(count):
+    Args:
+        words: of a question and of an answer at most.
+        long_ones: with a system prompt, and one in forty has ten turns, so that it takes several packs.
+    """
+    for number in range(images):
         size = draw.choice(((56, 56), (112, 56), (56, 168)))
-        Image.new("RGB", size, (240 * number // count, 255 - number, 90)).save(folder / f"{number}.png")
-
-
-def write_meta(folder: Path) -> Path:
-    """A meta file of the folder's `rows.jsonl`."""
+        Image.new("RGB", size, (240 * number // images, 255 - number, 90)).save(folder / f"{number}.png")
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
+        for number in range(count):
+            record: dict[str, Any] = {"id": number, "conversations": []} | (
+                {"system": "Be brief."} if long_ones else {}
+            )
+            for turn in range(10 if long_ones and number % 40 == 7 else 1):
+                question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(1, most))) for most in words)
+                if number % 3 == 0 and turn == 0:
+                    record["image"] = f"{draw.randrange(images)}.png"
+                    question = f"<image>\n{question}"
+                record["conversations"] += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            lines.write(json.dumps(record) + "\n")
     meta = folder / "meta.json"
     meta.write_text(json.dumps({"rows": {"root": str(folder), "annotation": "rows.jsonl"}}))
     return meta

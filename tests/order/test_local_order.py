@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.factory import TINY, write_shards
-from helpers.presets import resume, samples_of, saved, steps_of
+from helpers.loaders import resume, samples_of, saved, steps_of, stream_loaders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from internvl_pack.errors import UserError
 from internvl_pack.order.local_order import CHUNK_ROWS, BlockWalk, Interleaved
 from internvl_pack.order.mixture import Mixture, MixturePart
 from internvl_pack.stream.dataset import PackedDataset
-from internvl_pack.stream.loader import build_loader
 
 
 @pytest.mark.slow
@@ -83,15 +82,9 @@ def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"), 240, per_shard=40)
 
 
-def ranks_of(meta, tokenizer, ranks: int, config: PackingConfig = CONFIG):
+def ranks_of(meta, tokenizer, ranks: int):
     """Loaders of a step of four packs."""
-    return [
-        build_loader(
-            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks),
-            accumulation=4 // ranks,
-        )
-        for rank in range(ranks)
-    ]
+    return stream_loaders(meta, tokenizer, ranks, config=CONFIG, accumulation=4 // ranks)
 
 
 def ids_of(ranks) -> list[str]:

@@ -12,18 +12,8 @@ from pathlib import Path
 
 import pytest
 from helpers.factory import TINY, png, write_jsonl, write_meta
-from helpers.presets import (
-    CONFIG,
-    files,
-    fingerprint,
-    planned,
-    preset_loaders,
-    resume,
-    samples_of,
-    saved,
-    steps_of,
-    stream_loader,
-)
+from helpers.loaders import fingerprint, resume, samples_of, saved, steps_of, stream_loader
+from helpers.presets import CONFIG, files, planned, preset_loaders
 
 from internvl_pack.batch.collate import FILLER_ID
 from internvl_pack.cli import main
@@ -87,7 +77,7 @@ def images(tmp_path_factory, tokenizer):
     meta = write_jsonl(folder / "data", COUNT)
     sorted((folder / "data" / "images").iterdir())[5].write_bytes(b"not an image")
     filled(meta, folder / "preset", tokenizer)
-    stream = stream_loader(meta, tokenizer)
+    stream = stream_loader(meta, tokenizer, config=CONFIG)
     expected = [fingerprint(b) for b in stream]
     shutil.move(folder / "data", folder / "elsewhere")
     return folder / "preset", expected, stream.ledger, folder / "elsewhere" / "meta.json"
@@ -131,7 +121,7 @@ def test_efficiency_is_real_tokens_over_capacity(text):
 @pytest.mark.slow
 def test_a_text_preset_trains_without_its_data_as_streaming_does_with_it(text, tokenizer):
     meta, preset = text
-    stream, (loader,) = stream_loader(meta, tokenizer), stored_loaders(preset, tokenizer)
+    stream, (loader,) = stream_loader(meta, tokenizer, config=CONFIG), stored_loaders(preset, tokenizer)
     assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream]
     assert loader.ledger.state_dict() == stream.ledger.state_dict()
     assert not list(preset.glob("*.tar"))
@@ -210,7 +200,7 @@ def test_augmented_images_and_parts_of_samples_are_those_of_the_stream(tokenizer
     config = {"num_images_expected": 7, "max_packed_tokens": 100}  # samples of two images are split
     config = replace(CONFIG, **config)
     filled(meta, tmp_path / "preset", tokenizer, config=config)
-    stream = stream_loader(meta, tokenizer, config)
+    stream = stream_loader(meta, tokenizer, config=config)
     (loader,) = stored_loaders(tmp_path / "preset", tokenizer, config=config)
     assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream]
     assert loader.ledger.counts["samples_split"] > 5
@@ -219,7 +209,7 @@ def test_augmented_images_and_parts_of_samples_are_those_of_the_stream(tokenizer
 @pytest.mark.slow
 def test_events_name_the_samples_that_left_and_their_places(images, tokenizer):
     preset, _, _, meta = images
-    (loader,), stream = stored_loaders(preset, tokenizer), stream_loader(meta, tokenizer)
+    (loader,), stream = stored_loaders(preset, tokenizer), stream_loader(meta, tokenizer, config=CONFIG)
     for each in (loader, stream):
         list(each)
     (event,), (expected,) = loader.take_events(), stream.take_events()

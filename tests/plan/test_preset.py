@@ -17,19 +17,9 @@ from pathlib import Path
 
 import pytest
 from helpers.factory import TINY, png, write_jsonl, write_meta, write_shards
+from helpers.loaders import fingerprint, resume, samples_of, saved, steps_of, stream_loader, stream_loaders
 from helpers.native_samples import native_tokenizer
-from helpers.presets import (
-    CONFIG,
-    files,
-    fingerprint,
-    planned,
-    preset_loaders,
-    resume,
-    samples_of,
-    saved,
-    steps_of,
-    stream_loader,
-)
+from helpers.presets import CONFIG, files, planned, preset_loaders
 
 from internvl_pack.batch.collate import FILLER_ID
 from internvl_pack.checkpoints.encoding import encode_config
@@ -86,7 +76,7 @@ def two_epochs(data, tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_preset_trains_the_very_batches_of_the_stream(data, preset, tokenizer):
-    stream, (loader,) = stream_loader(data, tokenizer), preset_loaders(preset, data, tokenizer)
+    stream, (loader,) = stream_loader(data, tokenizer, config=CONFIG), preset_loaders(preset, data, tokenizer)
     assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream]
     assert loader.ledger.state_dict() == stream.ledger.state_dict()
     told = [[(e["id"], e["source"], e["reason"], e["step"]) for e in each.take_events()] for each in (loader, stream)]
@@ -191,7 +181,7 @@ def test_shards_are_planned_as_annotation_files_are(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 60)
     planned(meta, tmp_path / "preset", tokenizer)
     (loader,) = preset_loaders(tmp_path / "preset", meta, tokenizer)
-    assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream_loader(meta, tokenizer)]
+    assert [fingerprint(b) for b in loader] == [fingerprint(b) for b in stream_loader(meta, tokenizer, config=CONFIG)]
 
 
 @pytest.mark.slow
@@ -221,7 +211,7 @@ def test_the_order_of_later_epochs_reads_row_groups_one_after_the_other(preset):
 @pytest.mark.slow
 def test_several_epochs_can_be_planned_each_as_streaming_would(data, tokenizer, two_epochs):
     (loader,) = preset_loaders(two_epochs, data, tokenizer, config=CUT)
-    stream = stream_loader(data, tokenizer, CUT)
+    stream = stream_loader(data, tokenizer, config=CUT)
     for epoch in (0, 1):
         loader.set_epoch(epoch)
         stream.set_epoch(epoch)
@@ -295,7 +285,7 @@ def test_fill_is_told_before_and_after_alignment(data, tokenizer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"packs_per_batch": 2}), (3, {"accumulation": 2})])
 def test_every_rank_trains_the_batches_that_the_stream_gives_it(ranks, options, data, preset, tokenizer):
-    stream = [stream_loader(data, tokenizer, rank=rank, world_size=ranks, **options) for rank in range(ranks)]
+    stream = stream_loaders(data, tokenizer, ranks, config=CONFIG, **options)
     assert steps_of(preset_loaders(preset, data, tokenizer, ranks=ranks, **options)) == steps_of(stream)
 
 
@@ -339,7 +329,7 @@ def test_a_saved_run_goes_on_with_other_ranks_at_the_next_step(epoch, data, pres
 
 
 def test_a_run_does_not_go_on_from_streaming_to_a_preset(data, preset, tokenizer):
-    stream, (loader,) = stream_loader(data, tokenizer), preset_loaders(preset, data, tokenizer)
+    stream, (loader,) = stream_loader(data, tokenizer, config=CONFIG), preset_loaders(preset, data, tokenizer)
     next(iter(stream))
     with pytest.raises(UserError, match="resume: preset was None"):
         loader.load_state_dict(stream.state_dict())

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from helpers.factory import TINY, write_jsonl, write_shards
+from helpers.loaders import fingerprint, resume, samples_of, segments_of, steps_of, stream_loader, stream_loaders
 from torch.utils.data import DataLoader
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader, packed_collate_fn
 from internvl_pack.ledger import Losses
-from internvl_pack.stream.loader import PackLoader
 from internvl_pack.stream.state import STATE_VERSION, make_state, read_state
 
 COUNT = 132
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
+loader_of, loaders = (partial(make, config=CONFIG) for make in (stream_loader, stream_loaders))
 
 
 @pytest.fixture(scope="module")
@@ -35,42 +36,6 @@ def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"), COUNT)
 
 
-def loader_of(meta, tokenizer, rank=0, ranks=1, *, config=CONFIG, **options) -> PackLoader:
-    dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks)
-    return build_loader(dataset, **options)
-
-
-def loaders(meta, tokenizer, ranks=1, **options) -> list[PackLoader]:
-    return [loader_of(meta, tokenizer, rank, ranks, **options) for rank in range(ranks)]
-
-
-def ids_of(batch) -> list[tuple[str, tuple[int, int]]]:
-    pairs = zip(batch["sample_ids"], batch["fragments"], strict=True)
-    return [(name, fragment) for name, fragment in pairs if not name.startswith("<")]
-
-
-def digest(batch: dict[str, Any]) -> str:
-    """Ids and every tensor of a batch."""
-    h = hashlib.sha256(json.dumps([batch["sample_ids"], batch["fragments"]]).encode())
-    for key in ("input_ids", "labels", "position_ids", "loss_weight", "cu_seqlens", "pixel_values", "image_offsets"):
-        h.update(batch[key].numpy().tobytes())
-    return h.hexdigest()[:16]
-
-
-def steps_of(iterators) -> list[list[tuple[str, tuple[int, int]]]]:
-    """The ids of every step over all ranks, which all must have as many batches."""
-    steps: dict[int, list] = {}
-    counts = []
-    for iterator in iterators:
-        batches = list(iterator)
-        counts.append([b["progress"].step for b in batches])
-        for batch in batches:
-            steps.setdefault(batch["progress"].step, []).extend(ids_of(batch))
-    assert all(count == counts[0] for count in counts), "ranks differ in their batches"
-    assert sorted(steps) == list(range(len(steps)))
-    return [sorted(steps[number]) for number in sorted(steps)]
-
-
 # Every two of ranks, accumulation and packs a batch with every other.
 GRID = [(ranks, accumulation, 1 + (ranks + accumulation) % 3) for ranks in range(1, 6) for accumulation in range(1, 6)]
 
@@ -79,7 +44,7 @@ GRID = [(ranks, accumulation, 1 + (ranks + accumulation) % 3) for ranks in range
 def by_packs_per_step(jsonl, tokenizer) -> dict[int, list]:
     """The steps of one rank that makes all micro-batches itself."""
     wanted = sorted({r * a * b for r, a, b in GRID})
-    return {n: steps_of(loaders(jsonl, tokenizer, accumulation=n)) for n in wanted}
+    return {n: samples_of(loaders(jsonl, tokenizer, accumulation=n)) for n in wanted}
 
 
 @pytest.mark.slow
@@ -88,7 +53,7 @@ def test_every_grid_gives_the_same_steps_each_sample_once_none_empty(
     ranks, accumulation, packs_per_batch, jsonl, tokenizer, by_packs_per_step
 ):
     shape = {"accumulation": accumulation, "packs_per_batch": packs_per_batch}
-    steps = steps_of(loaders(jsonl, tokenizer, ranks, **shape))
+    steps = samples_of(loaders(jsonl, tokenizer, ranks, **shape))
     assert steps == by_packs_per_step[ranks * accumulation * packs_per_batch]
     assert all(steps) and Counter(name for step in steps for name, _ in step) == Counter(
         f"made/{row}" for row in range(COUNT)
@@ -100,15 +65,15 @@ def test_every_grid_gives_the_same_steps_each_sample_once_none_empty(
 def test_any_number_of_workers_gives_the_same_batches(workers, jsonl, tokenizer):
     for ranks, accumulation in ((1, 1), (2, 3), (3, 2)):
         for rank in {0, ranks - 1}:
-            expected = [digest(b) for b in loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation)]
+            expected = [fingerprint(b) for b in loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation)]
             found = loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation, num_workers=workers)
-            assert [digest(batch) for batch in found] == expected
+            assert [fingerprint(batch) for batch in found] == expected
 
 
 @pytest.mark.slow
 def test_shards_give_the_steps_of_the_same_samples_in_a_file(jsonl, shards, tokenizer):
-    expected = steps_of(loaders(jsonl, tokenizer, 2, accumulation=2))
-    found = steps_of(loaders(shards, tokenizer, 2, accumulation=2))
+    expected = samples_of(loaders(jsonl, tokenizer, 2, accumulation=2))
+    found = samples_of(loaders(shards, tokenizer, 2, accumulation=2))
     assert [len(step) for step in found] == [len(step) for step in expected]
 
 
@@ -121,7 +86,7 @@ def test_plain_dataloaders_see_each_sample_once_and_end_together(workers, jsonl,
         dataset = PackedDataset.from_meta(jsonl, tokenizer, CONFIG, encode=TINY, rank=rank, world_size=3)
         batches = list(DataLoader(dataset, batch_size=2, num_workers=workers, collate_fn=packed_collate_fn))
         lengths.append(sum(batch["num_packs"] for batch in batches))
-        seen.update(name for batch in batches for name, _ in ids_of(batch))
+        seen.update(name for batch in batches for name, _ in segments_of(batch))
     assert set(seen.values()) == {1} and len(seen) == COUNT
     assert len(set(lengths)) == 1
 
@@ -132,7 +97,7 @@ def test_rank_and_world_size_come_from_the_environment(jsonl, tokenizer, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "3")
     dataset = PackedDataset.from_meta(jsonl, tokenizer, CONFIG, encode=TINY)
     expected = loader_of(jsonl, tokenizer, 2, 3)
-    assert [digest(b) for b in build_loader(dataset)] == [digest(b) for b in expected]
+    assert [fingerprint(b) for b in build_loader(dataset)] == [fingerprint(b) for b in expected]
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
@@ -156,7 +121,7 @@ def test_rows_are_found_after_the_process_has_changed_its_folder(tokenizer, tmp_
     monkeypatch.chdir(meta.parent)
     loader = loader_of(meta.name, tokenizer)
     monkeypatch.chdir("/")
-    assert sum(len(ids_of(batch)) for batch in loader) >= 20 and not loader.take_events()
+    assert sum(len(segments_of(batch)) for batch in loader) >= 20 and not loader.take_events()
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
@@ -171,7 +136,7 @@ def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     found = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        found.append(steps_of([loader]))
+        found.append(samples_of([loader]))
         assert sum(map(len, found[-1])) >= COUNT
         loader.ledger.check()
         assert loader.ledger.samples_packed == COUNT
@@ -179,7 +144,7 @@ def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     again = loader_of(jsonl, tokenizer, accumulation=4, num_workers=2, persistent_workers=True)
     for epoch in (0, 2, 1):
         again.set_epoch(epoch)
-        assert steps_of([again]) == found[epoch]
+        assert samples_of([again]) == found[epoch]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +153,7 @@ def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     ids=["one sample for four ranks", "three for eight", "seven for two"],
 )
 def test_less_data_than_ranks_gives_all_of_them_the_same_few_batches(data, ranks, steps, tokenizer, tmp_path):
-    found = steps_of(loaders(write_jsonl(tmp_path, data), tokenizer, ranks, accumulation=2))
+    found = samples_of(loaders(write_jsonl(tmp_path, data), tokenizer, ranks, accumulation=2))
     assert Counter(name for step in found for name, _ in step) == Counter(f"made/{row}" for row in range(data))
     assert steps is None or len(found) == steps
 
@@ -197,44 +162,24 @@ def test_less_data_than_ranks_gives_all_of_them_the_same_few_batches(data, ranks
 def test_a_last_step_of_fewer_packs_than_ranks_gives_all_of_them_work(jsonl, tokenizer):
     for ranks in (5, 7, 11):
         last = [list(loader)[-1] for loader in loaders(jsonl, tokenizer, ranks)]
-        assert all(ids_of(batch) for batch in last) or sum(len(ids_of(batch)) for batch in last) < ranks
+        assert all(segments_of(batch) for batch in last) or sum(len(segments_of(batch)) for batch in last) < ranks
 
 
 # -- resume --------------------------------------------------------------------------------------------
 
 
-def trained(iterators, num_steps) -> list[list[tuple[str, tuple[int, int]]]]:
-    """Ids of the next `num_steps` steps, all ranks in step; the loaders stand after them."""
-    steps: list[list] = []
-    for iterator in iterators:
-        for number in range(num_steps):
-            if len(steps) <= number:
-                steps.append([])
-            for batch in iterator:
-                steps[number] += ids_of(batch)
-                if batch["progress"].ends_step:
-                    break
-    return [sorted(step) for step in steps if step]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [0, 1, 3, 7])
-def test_a_run_goes_on_from_its_state_on_any_ranks_and_workers(stop, jsonl, tokenizer):
-    whole = steps_of(loaders(jsonl, tokenizer, 2, accumulation=3))
-    first = loaders(jsonl, tokenizer, 2, accumulation=3)
-    iterators = [iter(loader) for loader in first]
-    assert trained(iterators, stop) == whole[:stop]
+@pytest.mark.parametrize(("stop", "workers"), [(0, 0), (1, 4), (3, 0), (7, 2)])
+def test_a_run_goes_on_from_its_state_on_any_ranks_and_workers(stop, workers, jsonl, tokenizer):
+    whole = samples_of(loaders(jsonl, tokenizer, 2, accumulation=3))
+    first = loaders(jsonl, tokenizer, 2, accumulation=3, num_workers=workers)
+    assert len(steps_of(first, stop)) == stop
     states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
     assert states[0] == states[1], "the same on every rank"
-    for ranks, accumulation, workers in ((1, 6, 0), (6, 1, 0), (3, 2, 2), (2, 3, 1)):
+    for ranks, accumulation, workers in ((1, 6, 0), (6, 1, 0), (3, 2, 2), (2, 3, 1), (1, 6, 4)):
         later = loaders(jsonl, tokenizer, ranks, accumulation=accumulation, num_workers=workers)
-        for loader in later:
-            loader.load_state_dict(states[0])
-        rest: dict[int, list] = {}
-        for loader in later:
-            for batch in loader:
-                rest.setdefault(batch["progress"].step, []).extend(ids_of(batch))
-        assert [sorted(rest[step]) for step in sorted(rest)] == whole[stop:]
+        resume(later, states[0])
+        assert samples_of(later) == whole[stop:]
         later[0].ledger.check()
         assert later[0].ledger.samples_packed == COUNT
 
@@ -253,12 +198,12 @@ def test_the_state_counts_whole_steps_that_were_delivered_not_what_was_prefetche
 @pytest.mark.slow
 def test_resumed_batches_are_equal_to_the_byte(jsonl, tokenizer):
     config = replace(CONFIG, max_packed_tokens=90, repeat_system_prompt=True)  # many samples are split
-    expected = [digest(batch) for batch in loader_of(jsonl, tokenizer, accumulation=2, config=config)]
+    expected = [fingerprint(batch) for batch in loader_of(jsonl, tokenizer, accumulation=2, config=config)]
     loader = loader_of(jsonl, tokenizer, accumulation=2, config=config)
-    found = [digest(batch) for batch in islice(iter(loader), 40)]
+    found = [fingerprint(batch) for batch in islice(iter(loader), 40)]
     later = loader_of(jsonl, tokenizer, accumulation=2, config=config, num_workers=2)
     later.load_state_dict(loader.state_dict())
-    assert found + [digest(batch) for batch in later] == expected
+    assert found + [fingerprint(batch) for batch in later] == expected
     assert any(batch["fragments"][0][1] > 1 for batch in loader_of(jsonl, tokenizer, config=config))
 
 
@@ -272,18 +217,18 @@ def test_a_state_at_the_end_of_an_epoch_has_nothing_left_in_it(jsonl, tokenizer)
     later.set_epoch(1)
     second = loader_of(jsonl, tokenizer)
     second.set_epoch(1)
-    assert [digest(b) for b in later] == [digest(b) for b in second]
+    assert [fingerprint(b) for b in later] == [fingerprint(b) for b in second]
 
 
 @pytest.mark.slow
 def test_other_packs_a_step_are_said_and_train_the_rest_once(jsonl, tokenizer, caplog):
     loader = loader_of(jsonl, tokenizer, accumulation=4)
     batches = iter(loader)
-    seen = Counter(name for batch in islice(batches, 12) for name, _ in ids_of(batch))
+    seen = Counter(name for batch in islice(batches, 12) for name, _ in segments_of(batch))
     later = loader_of(jsonl, tokenizer, accumulation=3)
     later.load_state_dict(loader.state_dict())
     assert "4 packs a step when the checkpoint was saved, 3 now" in caplog.text
-    seen.update(name for batch in later for name, _ in ids_of(batch))
+    seen.update(name for batch in later for name, _ in segments_of(batch))
     assert seen == Counter(f"made/{row}" for row in range(COUNT))
 
 
@@ -430,14 +375,14 @@ def test_data_that_was_moved_goes_on(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_an_image_that_is_damaged_after_the_survey_leaves_its_pack_by_id(tokenizer, tmp_path):
     meta = write_jsonl(tmp_path, 60)
-    expected = steps_of(loaders(meta, tokenizer, 2))
+    expected = samples_of(loaders(meta, tokenizer, 2))
     images = sorted((tmp_path / "images").glob("*.png"))
     damaged = {f"made/{int(path.name.split('_')[0])}" for path in images[:9]}
     for path in images[:9]:
         data = path.read_bytes()
         path.write_bytes(data[: len(data) - 40] + b"\0" * 40)
     found = loaders(meta, tokenizer, 2)
-    steps = steps_of(found)
+    steps = samples_of(found)
     assert steps == [[pair for pair in step if pair[0] not in damaged] for step in expected]
     events = [event for loader in found for event in loader.take_events()]
     assert {event["id"] for event in events} == damaged
@@ -457,7 +402,7 @@ def test_a_row_that_is_another_sample_now_leaves_its_pack_by_id(tokenizer, tmp_p
     path = sorted((tmp_path / "images").glob("*.png"))[4]
     path.write_bytes(png(56, 56 * 6, 3))
     loader = loader_of(meta, tokenizer)
-    names = {name for batch in loader for name, _ in ids_of(batch)}
+    names = {name for batch in loader for name, _ in segments_of(batch)}
     (event,) = loader.take_events()
     assert event["id"] == f"made/{int(path.name.split('_')[0])}" and event["id"] not in names
     assert event["reason"] == "changed_since_survey" and "was surveyed as another" in event["detail"]
@@ -514,7 +459,7 @@ def test_counts_below_one_are_refused(name, value, jsonl, tokenizer):
 @pytest.mark.slow
 def test_replacement_draws_and_weights_make_epochs_of_the_same_size(jsonl, tokenizer):
     config = replace(CONFIG, replacement=True)
-    steps = steps_of(loaders(jsonl, tokenizer, 2, accumulation=2, config=config))
+    steps = samples_of(loaders(jsonl, tokenizer, 2, accumulation=2, config=config))
     count = Counter(name for step in steps for name, fragment in step if fragment[0] == 0)
     assert count.total() == COUNT and max(count.values()) > 1
 

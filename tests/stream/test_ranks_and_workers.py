@@ -12,39 +12,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.factory import TINY, write_jsonl, write_meta, write_shards
+from helpers.factory import write_jsonl, write_meta, write_shards
+from helpers.loaders import segments_of, stream_loader, stream_loaders
 from torch.utils.data import get_worker_info
 
 from internvl_pack.config import PackingConfig
 from internvl_pack.encode import sample as encode_sample
 from internvl_pack.errors import UserError
-from internvl_pack.stream.dataset import PackedDataset
-from internvl_pack.stream.loader import PackLoader, build_loader
 from internvl_pack.stream.state import make_state, read_state
 from train.interruption import defer_worker_death
 
 pytestmark = pytest.mark.slow
 
-
-def make(meta, tokenizer, config, ranks=1, workers=0, **options) -> list[PackLoader]:
-    return [
-        build_loader(
-            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks),
-            num_workers=workers,
-            **options,
-        )
-        for rank in range(ranks)
-    ]
+CONFIG = PackingConfig(max_packed_tokens=260, num_images_expected=16)
 
 
 def real_ids(batches) -> list[str]:
     """Ids of the samples of batches; a split sample counts with its first fragment."""
-    return [
-        sample_id
-        for batch in batches
-        for sample_id, (index, _) in zip(batch["sample_ids"], batch["fragments"], strict=True)
-        if index == 0 and not sample_id.startswith("<")
-    ]
+    return [name for batch in batches for name, (index, _) in segments_of(batch) if index == 0]
 
 
 def text_rows(path: Path, count: int) -> None:
@@ -63,8 +48,7 @@ def text_rows(path: Path, count: int) -> None:
 def test_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path):
     """Fewer samples than ranks' rows: some ranks have less, or nothing, and end with the others."""
     meta = write_jsonl(tmp_path, rows)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    own = [list(loader) for loader in make(meta, tokenizer, config, ranks=4, accumulation=2)]
+    own = [list(loader) for loader in stream_loaders(meta, tokenizer, 4, config=CONFIG, accumulation=2)]
     assert len({len(batches) for batches in own}) == 1
     assert len({sum(batch["num_tokens"] for batch in batches) for batches in own}) > 1, "unequal, or nothing is tested"
     fillers = [batch for batches in own for batch in batches if not batch["num_segments"]]
@@ -75,53 +59,21 @@ def test_ranks_with_unequal_data_make_equal_steps(rows, tokenizer, tmp_path):
 
 def test_of_more_readers_than_shards_all_have_something_or_end_quietly(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 15, per_shard=5)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    seen = Counter(i for loader in make(meta, tokenizer, config, ranks=2, workers=4) for i in real_ids(loader))
+    seen = Counter(
+        i for loader in stream_loaders(meta, tokenizer, 2, config=CONFIG, num_workers=4) for i in real_ids(loader)
+    )
     assert len(seen) == 15 and set(seen.values()) == {1}
 
 
 def test_the_order_does_not_come_from_torchs_global_seed(tokenizer, tmp_path):
     meta = write_shards(tmp_path, 64, per_shard=4)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     for epoch in range(2):
         seen: Counter[str] = Counter()
-        for rank, loader in enumerate(make(meta, tokenizer, config, ranks=2, workers=2)):
+        for rank, loader in enumerate(stream_loaders(meta, tokenizer, 2, config=CONFIG, num_workers=2)):
             torch.manual_seed(1234 + rank)
             loader.set_epoch(epoch)
             seen.update(real_ids(loader))
         assert len(seen) == 64 and set(seen.values()) == {1}
-
-
-def test_persistent_workers_follow_set_epoch(tokenizer, tmp_path):
-    meta = write_jsonl(tmp_path, 40)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    runs = []
-    for _ in range(2):
-        (loader,) = make(meta, tokenizer, config, workers=2, persistent_workers=True)
-        orders = []
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            orders.append(real_ids(loader))
-        runs.append(orders)
-    assert runs[0] == runs[1]
-    assert runs[0][0] != runs[0][1] and sorted(runs[0][0]) == sorted(runs[0][1])
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(4, 2), (1, 4), (2, 0), (2, 3)])
-def test_a_state_of_2x4_readers_goes_on_with_any_other(ranks, workers, tokenizer, tmp_path):
-    meta = write_jsonl(tmp_path, 80)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    first = make(meta, tokenizer, config, ranks=2, workers=4, accumulation=2)
-    before = []
-    for loader in first:
-        iterator = iter(loader)
-        before += real_ids(next(iterator) for _ in range(6))
-    after = []
-    for loader in make(meta, tokenizer, config, ranks=ranks, workers=workers, accumulation=4 // ranks):
-        loader.load_state_dict(first[0].state_dict())
-        after += real_ids(loader)
-    assert len(before) + len(after) == 80
-    assert len({*before, *after}) == 80
 
 
 def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(tokenizer, tmp_path, monkeypatch):
@@ -129,7 +81,7 @@ def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(token
     text_rows(tmp_path / "big.jsonl", rows)
     meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
     config = PackingConfig(max_packed_tokens=4096)
-    (loader,) = make(meta, tokenizer, config)
+    loader = stream_loader(meta, tokenizer, config=config)
     next(iter(loader))
     _, state, _ = read_state(loader.state_dict(), None)
     # As far as reading goes, a run at 90 % is a cursor, and samples and packs that wait.
@@ -147,7 +99,7 @@ def test_resuming_late_in_a_million_rows_takes_seconds_and_decodes_nothing(token
     for name in ("samples_in", "samples_packed", "fragments_in", "fragments_packed"):
         counts[name] += shift
     counts["tokens_in"] = counts["tokens_packed"] + sum(int(table[:, 4].sum()) for table in tables)
-    (late,) = make(meta, tokenizer, config)
+    late = stream_loader(meta, tokenizer, config=config)
     saved = make_state(0, late.packed_dataset.fingerprint(), state, late.losses.state_dict())
     read = []
     encoder = late.packed_dataset.encoder
@@ -171,11 +123,9 @@ def _counting(decode, calls):
 def test_tensor_parallel_peers_get_the_same_packs_and_all_ranks_one_state(tokenizer, tmp_path):
     """Four processes, two data ranks: the data rank is what a dataset is told."""
     meta = write_jsonl(tmp_path, 60)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
     peers = []
     for process in range(4):
-        dataset = PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=process // 2, world_size=2)
-        loader = build_loader(dataset)
+        loader = stream_loader(meta, tokenizer, process // 2, 2, config=CONFIG)
         iterator = iter(loader)
         peers.append((real_ids(next(iterator) for _ in range(6)), loader.state_dict()))
     assert peers[0] == peers[1] and peers[2] == peers[3]
@@ -189,7 +139,7 @@ def test_memory_of_workers_is_flat_over_epochs(tokenizer, tmp_path):
     text_rows(tmp_path / "big.jsonl", rows)
     meta = write_meta(tmp_path, {"big": {"root": "", "annotation": "big.jsonl"}})
     config = PackingConfig(max_packed_tokens=2048)
-    (loader,) = make(meta, tokenizer, config, workers=4, persistent_workers=True)
+    loader = stream_loader(meta, tokenizer, config=config, num_workers=4, persistent_workers=True)
     sizes = []
     for epoch in range(4):
         loader.set_epoch(epoch)
@@ -217,8 +167,7 @@ def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, 
         raise EOFError
 
     meta = write_jsonl(tmp_path, 200)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    (loader,) = make(meta, tokenizer, config, workers=2, persistent_workers=True)
+    loader = stream_loader(meta, tokenizer, config=CONFIG, num_workers=2, persistent_workers=True)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"DataLoader worker 1 \(pid \d+, SIGKILL"):
         for number, _ in enumerate(loader):
@@ -242,8 +191,9 @@ def test_a_run_that_ends_by_an_error_does_not_wait_for_busy_readers(persistent, 
         return decode(*args, **options)
 
     monkeypatch.setattr(encode_sample, "decode_tiles", slow)
-    config = PackingConfig(max_packed_tokens=260, num_images_expected=16)
-    (loader,) = make(write_jsonl(tmp_path, 200), tokenizer, config, workers=4, persistent_workers=persistent)
+    loader = stream_loader(
+        write_jsonl(tmp_path, 200), tokenizer, config=CONFIG, num_workers=4, persistent_workers=persistent
+    )
     before = set(multiprocessing.active_children())
     with pytest.raises(UserError, match="a mistake"):
         for _ in loader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from helpers import factory
 from helpers import native_samples as native
 from helpers.factory import TINY, write_jsonl, write_meta, write_shards
-from helpers.presets import fingerprint, resume, saved, steps_of
+from helpers.loaders import fingerprint, resume, saved, segments_of, steps_of, stream_loaders
 from PIL import Image
 
 from internvl_pack import PackedDataset, PackingConfig, UserError, build_loader
@@ -21,27 +22,18 @@ from internvl_pack.encode.sample import Encoder
 from internvl_pack.plan.write_preset import plan_preset
 from internvl_pack.samples import Samples
 from internvl_pack.sources import load_meta
-from internvl_pack.stream.loader import PackLoader
 from internvl_pack.stream.preset_dataset import PresetDataset
 from internvl_pack.stream.stored import materialise
 from internvl_pack.survey.validate import Checker, validate
 
 COUNT = 240
 CONFIG = PackingConfig(max_packed_tokens=400, num_images_expected=16, max_buffer_size=8, seed=3)
+loaders = partial(stream_loaders, config=CONFIG)
 
 
 @pytest.fixture(scope="module")
 def jsonl(tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("jsonl"), COUNT)
-
-
-def loaders(meta, tokenizer, ranks=1, config=CONFIG, **options) -> list[PackLoader]:
-    return [
-        build_loader(
-            PackedDataset.from_meta(meta, tokenizer, config, encode=TINY, rank=rank, world_size=ranks), **options
-        )
-        for rank in range(ranks)
-    ]
 
 
 @pytest.mark.slow
@@ -133,17 +125,12 @@ def stopped_run(meta: Path, tokenizer, config: PackingConfig):
     for _ in range(4):
         next(iterator)
     state = json.loads(json.dumps(loader.state_dict()))
-    packs = [ids_of(batch) for batch in iterator]
+    packs = [segments_of(batch) for batch in iterator]
     waiting = state["plan"]["ledger"]["counts"]
     assert waiting["fragments_in"] > waiting["fragments_packed"], "samples wait in the state"
     images = meta.parent / "images"
     rows = [int(name.split("/")[1]) for pack in packs for name, _ in pack if len(pack) > 1]
     return packs, state, [row for row in rows if (images / f"{row:05d}_0.png").exists()]
-
-
-def ids_of(batch) -> list[tuple[str, tuple[int, int]]]:
-    pairs = zip(batch["sample_ids"], batch["fragments"], strict=True)
-    return [(name, fragment) for name, fragment in pairs if not name.startswith("<")]
 
 
 @pytest.mark.slow
@@ -156,7 +143,7 @@ def test_a_waiting_sample_that_vanished_leaves_and_the_packs_to_come_stay(tokeni
     loader.load_state_dict(state)
     expected = [[pair for pair in pack if pair[0] != f"made/{gone}"] for pack in packs]
     assert sum(map(len, expected)) < sum(map(len, packs))
-    assert [ids_of(batch) for batch in loader] == expected
+    assert [segments_of(batch) for batch in loader] == expected
     loader.ledger.check()
     assert loader.ledger.samples_quarantined == 1
     (event,) = loader.take_events()
@@ -175,7 +162,7 @@ def test_samples_with_bad_images_leave_by_id_and_the_rest_of_the_pack_goes_on(to
     cut.write_bytes(cut.read_bytes()[:-30])
     gone.unlink()
     (loader,) = loaders(meta, tokenizer)
-    seen = Counter(name for batch in loader for name, _ in ids_of(batch))
+    seen = Counter(name for batch in loader for name, _ in segments_of(batch))
     bad = {f"made/{int(path.name[:5])}" for path in (cut, gone)}
     assert set(seen) == {f"made/{row}" for row in range(40)} - bad
     events = loader.take_events()
