@@ -12,6 +12,7 @@ import argparse
 import ast
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,19 +83,10 @@ def command_helps() -> dict[str, str]:
     helps = {}
     for path in sorted(COMMANDS.glob("*.py")):
         if not path.stem.startswith("_"):
-            helps[path.stem.replace("_", "-")] = _help_of(path)
+            found = re.search("^HELP = (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert found, f"{path.name} has no HELP"
+            helps[path.stem.replace("_", "-")] = ast.literal_eval(found[1])
     return helps
-
-
-def _help_of(path: Path) -> str:
-    """The string that a module assigns to HELP."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = any(isinstance(target, ast.Name) and target.id == "HELP" for target in targets)
-            if named and node.value is not None:
-                return ast.literal_eval(node.value)
-    raise AssertionError(f"{path.name} has no HELP")
 
 
 if __name__ == "__main__":

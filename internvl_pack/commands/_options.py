@@ -56,10 +56,6 @@ class WorkerOptions:
     )
 
 
-def add_workers(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, WorkerOptions)
-
-
 def num_workers(args: argparse.Namespace, *, small: bool = False) -> int:
     """Processes to use, none by default where the work is `small`: starting them takes longer.
 

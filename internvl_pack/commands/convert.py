@@ -53,8 +53,8 @@ def _to_native(source: Path, target: Path, args: argparse.Namespace) -> str:
     from ..checkpoints.internvl_format_files import convert_to_native, read_config
     from ..checkpoints.tokenizers import image_token_id
 
-    if not is_internvl_format(read_config(source)):
-        raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {_kind(read_config(source))}")
+    if not is_internvl_format(config := read_config(source)):
+        raise UserError(f"SRC {source}: no InternVLChatModel: its config.json says {config.get('model_type')!r}")
     tokenizer = _tokenizer(source)
     convert_to_native(source, target, image_token_id(tokenizer), args.max_shard_size)
     tokenizer.save_pretrained(target)
@@ -81,7 +81,3 @@ def _tokenizer(source: Path) -> Any:
 
     with naming("SRC "):
         return load_tokenizer(source)
-
-
-def _kind(config: dict) -> str:
-    return repr(config.get("model_type"))

@@ -19,8 +19,8 @@ from ..survey.workers import in_order
 from ._options import (
     BUDGETS,
     META_HELP,
+    WorkerOptions,
     add_encoding,
-    add_workers,
     measure_with_bar,
     num_workers,
     open_samples,
@@ -49,7 +49,7 @@ class Indexed(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help=META_HELP)
-    add_workers(parser)
+    add_options(parser, WorkerOptions)
     parser.add_argument("--force", action="store_true", help="write anew the indexes that are current, too")
     parser.add_argument(
         "--lengths", action="store_true", help="survey all samples, too: runs with the same options begin with that"
@@ -164,17 +164,12 @@ def _pieces(files: Iterable[DataFile]) -> Iterator[tuple[DataFile, int, int]]:
 
 
 def _read(file: DataFile, start: int, stop: int) -> Any:
-    """What there is to index in a piece; runs in a worker."""
+    """What there is to index in a piece, a shard's index written beside it; runs in a worker."""
     try:
         if file.kind == shard_index.KIND:
-            return index_shard(file.path)
+            index = shard_index.write_index(file.path)
+            complaints = (*index.warnings, *(str(damage.error(file.path)) for damage in index.damage))
+            return Indexed(file.path, len(index), complaints)
         return jsonl.scan_part(file.path, start, stop, file.stamp.size)
     except OSError as error:
         raise UserError(f"{file.path} cannot be read: {error.strerror or error}") from None
-
-
-def index_shard(path: str) -> Indexed:
-    """Index one shard and write the index beside it."""
-    index = shard_index.write_index(path)
-    complaints = (*index.warnings, *(str(damage.error(path)) for damage in index.damage))
-    return Indexed(path, len(index), complaints)

@@ -15,9 +15,9 @@ from ..packing.policies import POLICIES
 from ._options import (
     BUDGETS,
     META_HELP,
+    WorkerOptions,
     add_encoding,
     add_not_needed,
-    add_workers,
     num_workers,
     open_samples,
     packing_config,
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", required=True, help="folder of the preset; a plan that was stopped goes on"
     )
-    add_workers(parser)
+    add_options(parser, WorkerOptions)
     parser.add_argument(
         "--materialise",
         "--materialize",

@@ -16,8 +16,8 @@ from ._options import (
     META_HELP,
     STAND_IN,
     StepOptions,
+    WorkerOptions,
     add_run_options,
-    add_workers,
     num_workers,
     open_samples,
     packing_config,
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("meta", help=META_HELP)
     parser.add_argument("--out", metavar="DIR", help="write plots (PNG) and one self-contained page, stats.html")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    add_workers(parser)
+    add_options(parser, WorkerOptions)
     add_options(add_run_options(parser), RowOptions, "pad_seq_to_mult")
 
 

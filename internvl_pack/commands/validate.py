@@ -23,8 +23,8 @@ from ..survey.validate import (
 from ._options import (
     BUDGETS,
     META_HELP,
+    WorkerOptions,
     add_encoding,
-    add_workers,
     num_workers,
     open_samples,
     packing_config,
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decode", action="store_true", help="decode all pixels; without it images are judged by their headers"
     )
-    add_workers(parser)
+    add_options(parser, WorkerOptions)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     parser.add_argument("--quarantine", metavar="FILE", help="write the bad samples, one JSON object a line")
     add_encoding(parser, "Default: a small one built from the data; verdicts are the same.")

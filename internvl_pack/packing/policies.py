@@ -124,10 +124,7 @@ class _Pack:
 
 @policy("next_fit")
 def next_fit(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
-    """The oldest records in order, until one does not fit. No look-ahead is used.
-
-    Price: 1.2098 packs over the bound, 6.8 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
-    """
+    """The oldest records in order, until one does not fit. No look-ahead is used."""
     pack = _Pack(waiting, budget)
     for place in range(len(waiting.tokens)):
         if not pack.fits(place):
@@ -144,10 +141,7 @@ def single(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> li
 
 @policy("greedy")
 def greedy(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -> list[int]:
-    """The oldest record, then whatever fits, by its share of the scarcer budget, largest first.
-
-    Price: 1.0018 packs over the bound, 9.4 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
-    """
+    """The oldest record, then whatever fits, by its share of the scarcer budget, largest first."""
     pack = _Pack(waiting, budget)
     pack.put(0)
     size = (
@@ -168,8 +162,6 @@ def subset_sum(waiting: Waiting, budget: Budget, balance: Balance, goal: Goal) -
 
     Among the subsets that fill the scarcer budget equally well, the one whose cost is nearest to the goal's is
     taken; where tokens bind, a last exchange of two records with the same tiles fills the gap that is left.
-
-    Price: 1.0007 packs over the bound, 20.8 us a sample, on benchmarks/real_mix_a.csv at 8192/40.
     """
     pack = _Pack(waiting, budget)
     pack.put(goal.anchor)

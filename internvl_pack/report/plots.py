@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,23 +28,22 @@ MAX_DATASETS = 6
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8F98")
 _ON_DARK = ("#56B4E9", "#E69F00", "#2BB88F", "#E39AC6", "#8FA6FF", "#F0813A", "#A8AFB8")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "x")
-_THEMES: dict[str, dict[str, Any]] = {
-    "light": {
-        "paper": "#ffffff",
-        "ink": "#1b2430",
-        "soft": "#5a6675",
-        "line": "#dde2e8",
-        "free": "#eef1f4",
-        "colours": _COLOURS,
-    },
-    "dark": {
-        "paper": "#1a212b",
-        "ink": "#e4e9ef",
-        "soft": "#9aa7b6",
-        "line": "#36424f",
-        "free": "#2a3442",
-        "colours": _ON_DARK,
-    },
+
+
+class Theme(NamedTuple):
+    """Colours of a scheme."""
+
+    paper: str
+    ink: str
+    soft: str
+    line: str
+    free: str
+    colours: tuple[str, ...]  # of datasets
+
+
+_THEMES = {
+    "light": Theme("#ffffff", "#1b2430", "#5a6675", "#dde2e8", "#eef1f4", _COLOURS),
+    "dark": Theme("#1a212b", "#e4e9ef", "#9aa7b6", "#36424f", "#2a3442", _ON_DARK),
 }
 _OTHER_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 _SIZE = (5.6, 3.6)  # inches: what a phone shows in full and still can be read
@@ -103,7 +102,7 @@ def write_report(stats: Stats, result: dict[str, Any], folder: Path, *, options:
     return target
 
 
-def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme: str) -> bytes:
+def _png(draw: Callable[[Stats, Any, Theme], None], stats: Stats, theme: str) -> bytes:
     import matplotlib.pyplot as plt
 
     t = _THEMES[theme]
@@ -111,19 +110,19 @@ def _png(draw: Callable[[Stats, Any, dict[str, Any]], None], stats: Stats, theme
         "font.family": _fonts(),
         "font.size": 9,
         "text.parse_math": False,  # names of datasets are text, whatever is in them
-        "axes.edgecolor": t["soft"],
-        "axes.labelcolor": t["ink"],
-        "axes.facecolor": t["paper"],
+        "axes.edgecolor": t.soft,
+        "axes.labelcolor": t.ink,
+        "axes.facecolor": t.paper,
         "axes.grid": True,
         "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "grid.color": t["line"],
+        "grid.color": t.line,
         "grid.linewidth": 0.7,
-        "figure.facecolor": t["paper"],
-        "text.color": t["ink"],
-        "xtick.color": t["soft"],
-        "ytick.color": t["soft"],
+        "figure.facecolor": t.paper,
+        "text.color": t.ink,
+        "xtick.color": t.soft,
+        "ytick.color": t.soft,
         "legend.frameon": False,
         "legend.fontsize": 8.5,
         "hatch.linewidth": 0.6,
@@ -177,7 +176,7 @@ def _thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def _lengths(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+def _lengths(stats: Stats, axes: Any, t: Theme) -> None:
     counts = [d.tokens for d in stats.datasets]
     values = sorted(set().union(*counts))
     axes.set_xlabel("tokens of a sample")
@@ -198,15 +197,15 @@ def _lengths(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             np.diff(edges),
             bottom=base,
             align="edge",
-            color=t["colours"][number],
-            edgecolor=t["paper"],
+            color=t.colours[number],
+            edgecolor=t.paper,
             linewidth=0.5,
             label=label,
         )
         base += heights
     budget = stats.config.max_packed_tokens
     if budget <= 4 * high:
-        axes.axvline(budget, color=t["ink"], linestyle="--", linewidth=1.1, label=f"token budget, {budget:,}")
+        axes.axvline(budget, color=t.ink, linestyle="--", linewidth=1.1, label=f"token budget, {budget:,}")
     if logarithmic:
         axes.set_xscale("log")
     _thousands(axes.xaxis)
@@ -227,7 +226,7 @@ def _log_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+def _tokens_tiles(stats: Stats, axes: Any, t: Theme) -> None:
     axes.set_xlabel("tiles of a sample")
     axes.set_ylabel("tokens of a sample")
     top = right = 0
@@ -243,7 +242,7 @@ def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             rows[:, 0],
             s=14 if len(rows) < 600 else 6,
             alpha=0.65 if len(rows) < 600 else 0.4,
-            color=t["colours"][number],
+            color=t.colours[number],
             marker=_MARKERS[number],
             linewidths=0.6 if _MARKERS[number] == "x" else 0,
             label=label,
@@ -252,10 +251,10 @@ def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
         return _nothing(axes)
     budget = stats.config.budget()
     if budget.max_tokens <= 1.6 * top:
-        axes.axhline(budget.max_tokens, color=t["ink"], linestyle="--", linewidth=1.1)
+        axes.axhline(budget.max_tokens, color=t.ink, linestyle="--", linewidth=1.1)
         top = max(top, budget.max_tokens)
     if budget.max_tiles <= 1.6 * max(right, 1):
-        axes.axvline(budget.max_tiles, color=t["ink"], linestyle="--", linewidth=1.1)
+        axes.axvline(budget.max_tiles, color=t.ink, linestyle="--", linewidth=1.1)
         right = max(right, budget.max_tiles)
     axes.set_ylim(0, top * 1.06)
     axes.set_xlim(-0.6, max(right, 1) * 1.04 + 0.4)
@@ -264,27 +263,27 @@ def _tokens_tiles(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
     _legend(axes, always=False)
 
 
-def _fill(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+def _fill(stats: Stats, axes: Any, t: Theme) -> None:
     predictions = list(stats.predictions.values())
     height = 0.36
     for place, p in enumerate(predictions):
         tokens, tiles = p.token_fill, p.tile_fill
         first = place == 0
-        axes.barh(place - height / 2, tokens, height, color=t["colours"][0], label="tokens" if first else None)
+        axes.barh(place - height / 2, tokens, height, color=t.colours[0], label="tokens" if first else None)
         axes.barh(
             place + height / 2,
             tiles,
             height,
-            color=t["colours"][1],
+            color=t.colours[1],
             hatch="///",
-            edgecolor=t["paper"],
+            edgecolor=t.paper,
             linewidth=0,
             label="tiles" if first else None,
         )
         low, middle, high = (quantile(dict(enumerate(p.fills)), share) / FILL_BINS for share in (0.05, 0.5, 0.95))
         name = "fuller budget, 90 % of packs" if first else None
-        axes.plot([low, high], [place, place], color=t["ink"], linewidth=1.6, solid_capstyle="butt", label=name)
-        axes.plot([middle], [place], "o", color=t["ink"], markersize=4.5)
+        axes.plot([low, high], [place, place], color=t.ink, linewidth=1.6, solid_capstyle="butt", label=name)
+        axes.plot([middle], [place], "o", color=t.ink, markersize=4.5)
         about = "" if p.exact else "about "
         axes.annotate(
             f"{about}{count(round(p.packs), 'packs')}",
@@ -304,21 +303,21 @@ def _policy_label(p: PackingEstimate, stats: Stats) -> str:
     return f"{name}\n(chosen)" if p is stats.chosen else name
 
 
-def _padding(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
+def _padding(stats: Stats, axes: Any, t: Theme) -> None:
     padding = stats.padding()
     names = {f"batch_{size}": f"batches of {size},\npadded to longest" for size in PADDED_BATCHES}
     names |= {"packed_strict": "packed, rows padded\nto the budget", "packed": "packed"}
     for place, (key, label) in enumerate(names.items()):
         share = padding[key]
-        colour = t["colours"][2] if key.startswith("packed") else t["colours"][5]
-        axes.barh(place, 1, 0.62, color=t["free"], edgecolor=t["line"], linewidth=0.6)
+        colour = t.colours[2] if key.startswith("packed") else t.colours[5]
+        axes.barh(place, 1, 0.62, color=t.free, edgecolor=t.line, linewidth=0.6)
         axes.barh(
             place,
             share,
             0.62,
             color=colour,
             hatch=None if key.startswith("packed") else "\\\\\\",
-            edgecolor=t["paper"],
+            edgecolor=t.paper,
             linewidth=0,
         )
         names[key] = label
@@ -330,18 +329,18 @@ def _padding(stats: Stats, axes: Any, t: dict[str, Any]) -> None:
             va="center",
             ha="right" if inside else "left",
             fontsize=8.5,
-            color="#ffffff" if inside else t["ink"],
+            color="#ffffff" if inside else t.ink,
         )
     _bars(axes, t, list(names.values()), "padding, of all tokens that are computed", fontsize=8.5)
     axes.grid(visible=False)
 
 
-def _bars(axes: Any, t: dict[str, Any], labels: list[str], xlabel: str, **text: Any) -> None:
+def _bars(axes: Any, t: Theme, labels: list[str], xlabel: str, **text: Any) -> None:
     """The axes of horizontal bars of shares, the first on top."""
     from matplotlib.ticker import PercentFormatter
 
     axes.set_yticks(range(len(labels)), labels, **text)
-    axes.tick_params(axis="y", colors=t["ink"], length=0)
+    axes.tick_params(axis="y", colors=t.ink, length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

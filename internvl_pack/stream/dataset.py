@@ -142,11 +142,6 @@ class PackedDataset(IterableDataset):
         """The data of an epoch's fragments."""
         return SampleSegments(self.samples, self.config, self.mixture(epoch), epoch)
 
-    @property
-    def is_balanced(self) -> bool:
-        """Whether packs of a step are chosen to be of like cost: not where rows are samples, nor in a given order."""
-        return self.config.packing and self.config.shuffle
-
     def step_plan(self, epoch: int, packs_per_step: int, state: Mapping[str, Any] | None = None) -> StepPlan:
         """The steps of an epoch: from its start, or after `state`, one of `StepPlan.state_dict`."""
         plan = StepPlan(
@@ -154,7 +149,7 @@ class PackedDataset(IterableDataset):
             packs_per_step,
             seed=self.config.seed,
             epoch=epoch,
-            balanced=self.is_balanced,
+            balanced=self.config.packing and self.config.shuffle,  # not rows of a sample, nor a given order
         )
         if state is not None:
             plan.load_state_dict(state)

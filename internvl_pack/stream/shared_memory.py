@@ -36,11 +36,6 @@ def bytes_of_batch(max_tokens: int, max_tiles: int, image_size: int) -> int:
     return max_tokens * BYTES_A_TOKEN + max_tiles * 3 * image_size * image_size
 
 
-def bytes_in_flight(batch_bytes: int, num_workers: int, prefetch_factor: int) -> int:
-    """Shared memory that one training process and its readers hold at most, in bytes; 0 without readers."""
-    return batch_bytes * (num_workers * prefetch_factor + HELD_BATCHES) if num_workers else 0
-
-
 def free_bytes(path: str = SHARED_MEMORY) -> int | None:
     """Free bytes of shared memory; None where there is none (macOS)."""
     try:
@@ -53,21 +48,22 @@ def free_bytes(path: str = SHARED_MEMORY) -> int | None:
 def fitting_prefetch(
     batch_bytes: int, num_workers: int, prefetch_factor: int, free: int | None, processes: int = 1
 ) -> int:
-    """The prefetch factor, or a smaller one with which all batches in flight fit.
+    """The prefetch factor, or a smaller one with which all batches in flight of `num_workers` readers fit.
 
     Args:
+        batch_bytes: see `bytes_of_batch`; beside num_workers * prefetch_factor batches, HELD_BATCHES are alive.
         free: bytes of shared memory; None where it is not known.
         processes: training processes of this machine, which share it.
 
     Raises:
         UserError: not even one batch a reader fits.
     """
-    if free is None or not num_workers:
+    if free is None:
         return prefetch_factor
-    for fewer in range(prefetch_factor, 0, -1):
-        if processes * bytes_in_flight(batch_bytes, num_workers, fewer) <= free:
-            return fewer
-    needed = processes * bytes_in_flight(batch_bytes, num_workers, 1)
+    fitting = (free // (processes * batch_bytes) - HELD_BATCHES) // num_workers
+    if fitting >= 1:
+        return min(prefetch_factor, fitting)
+    needed = processes * batch_bytes * (num_workers + HELD_BATCHES)
     raise UserError(
         f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and batches on their way from {processes} x {num_workers} "
         f"dataloader workers take {needed / 1e6:,.0f} MB: give the container more (docker run --shm-size "
