@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,40 +59,46 @@ def run_logged(command: Sequence[str], log: Path, device_name: str) -> int:
     return code
 
 
-def write_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> None:
-    """Random weights of a shape of SHAPES or "tiny", made on the device, and the tokenizer.
-
-    Weights are in bfloat16, on a CPU in float32.
-    """
-    from transformers import AutoTokenizer, InternVLForConditionalGeneration
+def save_random_model(
+    folder: Path, config: Any, tokenizer: Any, device: torch.device, title: str, seed: int = 0
+) -> None:
+    """Random weights, made on the device, in bfloat16, on a CPU in float32; and the tokenizer."""
+    from transformers import InternVLForConditionalGeneration
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    device, tokenizer = torch.device(device_name), AutoTokenizer.from_pretrained(tokenizer_dir)
+    torch.manual_seed(seed)
+    with device:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        model = InternVLForConditionalGeneration._from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    million = model.num_parameters() / 1e6
+    print(f"{versions(device)}, {os.cpu_count()} CPU cores; {title}: {million:,.0f} M parameters", flush=True)
+
+
+def write_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> None:
+    """Random weights of a shape of SHAPES or "tiny", and the tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     if shape == "tiny":
         config = tiny_internvl_config(tokenizer, image_size=TILE)
     else:
         text = SHAPES[shape] | {"vocab_size": max(len(tokenizer), SHAPES[shape]["vocab_size"])}
         config = internvl_config(VISION | {"image_size": [TILE, TILE]}, text, image_token_id(tokenizer))
-    torch.manual_seed(0)
-    with device:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = InternVLForConditionalGeneration._from_config(config, dtype=dtype)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    print(
-        f"{versions(device)}, {os.cpu_count()} CPU cores; {shape}: {model.num_parameters() / 1e6:,.0f} M parameters",
-        flush=True,
-    )
+    save_random_model(directory, config, tokenizer, torch.device(device_name), shape)
 
 
-def make_checkpoint(directory: Path, tokenizer_dir: str, shape: str, device_name: str) -> bool:
-    """`write_checkpoint` in a process that takes along what it holds of the device's memory; whether it went well."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=write_checkpoint, args=(directory, tokenizer_dir, shape, device_name))
+def in_own_process(function: Callable[..., None], *args: Any) -> bool:
+    """Run a function in a process that takes along what it holds of the device's memory; whether it went well."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
     process.start()
     process.join()
     return process.exitcode == 0
+
+
+make_checkpoint = partial(in_own_process, write_checkpoint)
 
 
 def training_options(args: argparse.Namespace, checkpoint: Path, output_dir: Path, **more: Any) -> list[str]:

@@ -29,7 +29,6 @@ import copy
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,7 +46,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.finetune_runs import ROOT, run_logged, training_options
+from benchmarks.finetune_runs import ROOT, in_own_process, run_logged, save_random_model, training_options
 from benchmarks.measuring import (
     Table,
     in_turns,
@@ -286,7 +285,7 @@ def layer_errors(packed: PackedModel, names: Sequence[str], device: torch.device
     torch.set_float32_matmul_precision("highest")
     for path, (states, upstream) in factors.items():
         layer = packed.language_model.get_submodule(path)
-        expected = products(_in_float32(layer), states.float(), upstream.float())
+        expected = products(copy.deepcopy(layer).float(), states.float(), upstream.float())
         found = {BFLOAT16: products(layer, states, upstream)}
         found |= {n: products(o.language_model.get_submodule(path), states, upstream) for n, o in fp8.items()}
         for way, values in found.items():
@@ -319,10 +318,6 @@ def factors_of(packed: PackedModel, prefixes: set[str], row: dict[str, Any]) -> 
     for handle in handles:
         handle.remove()
     return {path: (states, upstream) for path, (states, upstream) in seen.items()}
-
-
-def _in_float32(layer: nn.Linear) -> nn.Linear:
-    return copy.deepcopy(layer).float()
 
 
 def products(layer: nn.Module, states: Tensor, upstream: Tensor) -> dict[str, Tensor]:
@@ -395,7 +390,10 @@ def gate(args: argparse.Namespace) -> int:
         seen = {name: earlier[name] for name, *_ in runs if name in earlier}
         left = [run for run in runs if run[0] not in seen]
         for seed in sorted({seed for _, seed, _ in left}):
-            make_gate_checkpoint(work / f"seed{seed}", args, seed)
+            folder, device = work / f"seed{seed}", torch.device(args.device)
+            made = (folder / "config.json").is_file()
+            if not made and not in_own_process(write_gate_checkpoint, folder, args.meta, seed, device):
+                return 1
         with ThreadPoolExecutor(args.at_once) as pool:
             results = pool.map(lambda run: one_run(args, work, train_meta, held_out, *run), left)
             for (name, *_), result in zip(left, results, strict=True):
@@ -455,38 +453,21 @@ def split_data(meta: Path, work: Path) -> tuple[Path, Path]:
     return paths
 
 
-def write_gate_checkpoint(folder: Path, meta: Path, seed: int, device: torch.device) -> None:
+def write_gate_checkpoint(folder: Path, meta: str, seed: int, device: torch.device) -> None:
     """Random weights, and a tokenizer of the data's texts."""
-    from transformers import InternVLForConditionalGeneration
-    from transformers.utils import logging as transformers_logging
-
     from internvl_pack.checkpoints.tokenizers import image_token_id
     from internvl_pack.sources import load_meta, open_source
     from internvl_pack.testing.tiny import source_texts, tiny_tokenizer
 
-    transformers_logging.disable_progress_bar()
     small = device.type == "cpu"
-    texts = source_texts([open_source(spec) for spec in load_meta(str(meta))], limit=10_000)
+    texts = source_texts([open_source(spec) for spec in load_meta(meta)], limit=10_000)
     tokenizer = tiny_tokenizer(texts, 1024 if small else GATE_VOCABULARY)
     text = (SHAPES["tiny"] if small else GATE_SHAPE) | {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
     vision = VISION | {"num_hidden_layers": 4}
     if small:
         vision |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": [56, 56]}
-    torch.manual_seed(seed)
-    with device:
-        model = InternVLForConditionalGeneration._from_config(
-            internvl_config(vision, text, image_token_id(tokenizer)), dtype=torch.float32 if small else torch.bfloat16
-        )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    print(f"{versions(device)}; seed {seed}: {model.num_parameters() / 1e6:,.1f} M parameters", flush=True)
-
-
-def make_gate_checkpoint(checkpoint: Path, args: argparse.Namespace, seed: int) -> None:
-    """In a process that takes along what it holds of the device's memory."""
-    if not (checkpoint / "config.json").is_file():
-        command = [sys.executable, __file__, "--write_checkpoint", str(checkpoint), args.meta, str(seed), args.device]
-        subprocess.run(command, check=True)
+    config = internvl_config(vision, text, image_token_id(tokenizer))
+    save_random_model(folder, config, tokenizer, device, f"seed {seed}", seed)
 
 
 def one_run(
@@ -533,10 +514,6 @@ def one_run(
 
 
 def main() -> int:
-    if len(sys.argv) > 1 and sys.argv[1] == "--write_checkpoint":
-        folder, meta, seed, device = sys.argv[2:]
-        write_gate_checkpoint(Path(folder), Path(meta), int(seed), torch.device(device))
-        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
