@@ -103,7 +103,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Times:
-    """Of one way: seconds of each pass but the first, and the peak of memory."""
+    """Of one way: seconds and the peak of memory of its passes but the first."""
 
     seconds: list[float] = field(default_factory=list)
     peak_gb: float = 0.0
@@ -134,9 +134,9 @@ def in_turns(
             if spent is None:
                 del found[name]
                 continue
-            found[name].peak_gb = max(found[name].peak_gb, peak_gb(device))
             if repeat:
                 found[name].seconds.append(spent)
+                found[name].peak_gb = max(found[name].peak_gb, peak_gb(device))
             else:
                 print(f"    {name}: first pass {spent:.1f} s", flush=True)
     return found
