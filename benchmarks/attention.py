@@ -161,17 +161,6 @@ def vision(device: torch.device, dtype: torch.dtype, small: bool, repeats: int) 
     table.row("FlashAttention 4", *rates(flash4, inputs, flops, device, repeats))
 
 
-def products(device: torch.device, dtype: torch.dtype, small: bool, repeats: int) -> None:
-    """What cuBLAS makes of the shapes of a step: the ceiling for everything else."""
-    print("\nMatrix products (m, k) x (k, n), TFLOP/s")
-    table = Table(("m, k, n", 24), ("TFLOP/s", 8))
-    shapes = [(49200, 1024, 1024), (49200, 1024, 4096), (49200, 4096, 1024), (16384, 896, 4864), (16384, 4864, 896)]
-    shapes += [(16384, 3584, 18944), (4096, 49200, 1024), (8192, 8192, 8192)]
-    for m, k, n in [(8, 8, 8)] if small else shapes:
-        a, b = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (k, n)))
-        table.row(f"{m}, {k}, {n}", f"{2 * m * k * n / timed(lambda a=a, b=b: a @ b, device, repeats) / 1e12:.0f}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -187,7 +176,6 @@ def main() -> int:
     language(kernels, device, dtype, small, repeats)
     segments([k for k in kernels if k != "sdpa"] or kernels, device, dtype, small, repeats)
     vision(device, dtype, small, repeats)
-    products(device, dtype, small, repeats)
     return 0
 
 

@@ -1,9 +1,8 @@
 """What do products in 8 bit (--fp8) give, and what do they cost? Speed, exactness and a training run, on one GPU.
 
     python benchmarks/fp8.py --speed                    # 8B widths with 8 layers: bfloat16 and fp8 in turns
-    python benchmarks/fp8.py --widths                   # from which width of a language model on it pays
     python benchmarks/fp8.py --gate --meta META.json    # 300 steps of finetune.py, three seeds each way
-    python benchmarks/fp8.py --speed --widths --device cpu              # the script itself, in small
+    python benchmarks/fp8.py --speed --device cpu       # the script itself, in small
 
 --speed: forward and backward of the same rows and weights, compiled, without an optimizer; ways take turns in each
 repetition, the table has the median. Rows are of samples drawn from real_mix_a.csv, once as they are and once without
@@ -13,8 +12,6 @@ images. Then
                   factors, which a row gave in bfloat16; mean of the first, a middle and the last layer
     isolation     tokens and tiles of one sample of a pack are changed: of how many others any bit of the hidden
                   states moves. Ends with exit code 1 where it is one.
-
---widths: the same for two layers of the widths of published language models, text alone.
 
 --gate: a model of width 2,048 from random weights, every tenth sample of the data held out. Seeds are of weights and
 order, the same for all ways. A recipe passes where the mean of its runs is no farther from that of bfloat16's than
@@ -53,13 +50,11 @@ from benchmarks.measuring import (
     print_kernels,
     relative,
     relative_of_all,
-    release,
     seconds_of,
     take_gradients,
     versions,
 )
 from benchmarks.train_step import (
-    QWEN,
     SHAPES,
     VISION,
     Sample,
@@ -71,7 +66,7 @@ from benchmarks.train_step import (
     packed_step,
     to_device,
 )
-from internvl_pack.model.attention import register_packed_attention, select_kernel
+from internvl_pack.model.attention import select_kernel
 from internvl_pack.model.compiled import compile_blocks
 from internvl_pack.model.flops import flop_counts, peak_flops
 from internvl_pack.model.fp8 import RECIPES, use_fp8
@@ -81,14 +76,6 @@ from internvl_pack.model.vision import use_tile_attention
 
 BFLOAT16 = "bfloat16"
 
-# Width, MLP's width, heads and key-value heads of language models: Qwen2.5-0.5B, 1.5B, 3B, 7B, 14B.
-WIDTHS = {
-    896: (4864, 14, 2),
-    1536: (8960, 12, 2),
-    2048: (11008, 16, 2),
-    3584: (18944, 28, 4),
-    5120: (13824, 40, 8),
-}
 GATE_SHAPE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6, "num_attention_heads": 16}
 GATE_SHAPE |= {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 1e6}
 GATE_SEEDS = (0, 1, 2)
@@ -201,61 +188,6 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
     layer_errors(packed, args.ways, device)
     moved = [isolation(name, way, fullest, device) for name, way in ways.items() if name in RECIPES]
     return 1 if any(moved) else 0
-
-
-# --- from which width on --------------------------------------------------------------------------
-
-
-def widths(args: argparse.Namespace, device: torch.device) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    small = device.type != "cuda"
-    sizes = {64: (128, 4, 2)} if small else WIDTHS
-    tokens = 256 if small else 16384
-    samples = draw_samples(2 * tokens, tokens, 40, args.seed, 16 if small else 1)
-    implementation = register_packed_attention(args.kernel, device, args.dtype)
-    for width, (inner, heads, key_value_heads) in sizes.items():
-        torch._dynamo.reset()
-        text = QWEN | {"vocab_size": 4096, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2}
-        text |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "tie_word_embeddings": False}
-        torch.manual_seed(0)
-        with device:
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model("qwen2", **text), attn_implementation=implementation, dtype=args.dtype
-            )
-        packed = PackedModel(model).train()
-        ways = make_ways(packed, args.ways, device, "aot_eager" if small else "inductor")
-        lengths = [min(s.num_tokens, tokens) for s in samples]
-        batches = [text_row(lengths, tokens, device)]
-        print(f"\nwidth {width}, MLP {inner}, 2 layers, a row of {batches[0]['num_real_tokens']} tokens")
-        compare_speed(ways, batches * 4, args.repeats, device, None)
-        del model, packed, ways
-        release(device)
-
-
-def text_row(lengths: list[int], tokens: int, device: torch.device) -> dict[str, Any]:
-    """A full row of samples of text, one label each, so that layers are what takes time."""
-    cut, left = [], tokens
-    for length in lengths:
-        if left >= 2:
-            cut.append(min(length, left))
-            left -= cut[-1]
-    boundaries = torch.tensor([0, *cut]).cumsum(0)
-    total = int(boundaries[-1])
-    labels = torch.full((1, total), -100)
-    labels[0, boundaries[1:] - 1] = 1
-    ids = torch.randint(4096, (1, total), generator=torch.Generator().manual_seed(0))
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": torch.cat([torch.arange(n) for n in cut])[None],
-        "cu_seqlens": boundaries.int(),
-        "max_seqlen": max(cut),
-        "num_loss_tokens": len(cut),
-        "num_real_tokens": total,
-        "num_tiles": 0,
-        "sum_squared_lengths": sum(n * n for n in cut),
-    }
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -518,7 +450,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--speed", action="store_true", help="speed, memory, errors, isolation")
-    parser.add_argument("--widths", action="store_true", help="speed by the width of the language model")
     parser.add_argument("--gate", action="store_true", help="training runs in bfloat16 and with each recipe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of --speed; default 8b8, on a CPU tiny")
@@ -536,8 +467,8 @@ def main() -> int:
     parser.add_argument("--work", help="folder of --gate's runs, which stay there; default: thrown away")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/fp8_gate.json"), help="curves of --gate")
     args = parser.parse_args()
-    if not (args.speed or args.widths or args.gate):
-        parser.error("give --speed, --widths or --gate")
+    if not (args.speed or args.gate):
+        parser.error("give --speed or --gate")
     device = torch.device(args.device)
     args.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     args.kernel = select_kernel(args.kernel, device, args.dtype).name
@@ -547,8 +478,6 @@ def main() -> int:
     code = 0
     if args.speed:
         code = speed(args, device)
-    if args.widths:
-        widths(args, device)
     if args.gate:
         code = gate(args) or code
     return code

@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --check      # bfloat16 against float32
     torchrun --nproc_per_node 2 benchmarks/sequence_parallel.py --device cpu # the script itself, in small
 
-Random weights, pixels and token ids; lengths, tiles and labels of samples drawn from real_mix_a.csv, or segments of
-one length (--segment_tokens). Forward and backward without an optimizer and without reducing gradients over data
-ranks, in bfloat16, with gradient checkpointing unless --no_checkpointing. With N processes and groups of n ranks there
-are N / n groups, all on the same pack. Times are of the slowest rank, medians; host-to-device copies are part of them.
+Random weights, pixels and token ids; lengths, tiles and labels of samples drawn from real_mix_a.csv. Forward and
+backward without an optimizer and without reducing gradients over data ranks, in bfloat16, with gradient checkpointing
+unless --no_checkpointing. With N processes and groups of n ranks there are N / n groups, all on the same pack. Times
+are of the slowest rank, medians; host-to-device copies are part of them.
 
     tokens/s a GPU   real tokens of the row / (seconds * ranks that share it)
     MFU              operations of real tokens and tiles (model/flops.py) / (seconds * ranks * the card's peak)
@@ -54,10 +54,8 @@ from benchmarks.measuring import (
 )
 from benchmarks.train_step import (
     SHAPES,
-    Sample,
     draw_samples,
     full_rows,
-    make_batches,
     make_model,
     to_device,
 )
@@ -77,22 +75,15 @@ MARGIN = 0.95  # of the card's memory that a row may be expected to need
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def make_row(
-    core: PackedModel, tokens: int, segment_tokens: int | None, small: bool, seed: int, longest: int = 32768
-) -> dict[str, Any]:
+def make_row(core: PackedModel, tokens: int, small: bool, seed: int, longest: int = 32768) -> dict[str, Any]:
     """One pack of about `tokens` tokens, with 3 tiles for 1,024 tokens at most; samples of up to `longest` tokens."""
     size = core.config.vision_config.image_size[0]
     pixels = torch.randint(256, (96, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     tiles = max(2, 3 * tokens // (64 if small else 1024))
-    if segment_tokens is None:
-        longest, scale = (tokens, 16) if small else (min(tokens, longest), 1)
-        samples = draw_samples(4 * tokens, longest, min(tiles, 96), seed, scale)
-        rows = sorted(full_rows(core, pixels, tokens, tiles, samples), key=lambda batch: batch["num_tiles"])
-        return rows[len(rows) // 2] if rows[len(rows) // 2]["num_tiles"] else rows[-1]
-    count = max(1, tokens // segment_tokens)
-    each = min(96, tiles // count, segment_tokens // (2 * core.tokens_per_tile))
-    samples = [Sample((i,), segment_tokens, each, max(1, segment_tokens // 4)) for i in range(count)]
-    return make_batches([samples], core, pixels, padded=False)[0]
+    longest, scale = (tokens, 16) if small else (min(tokens, longest), 1)
+    samples = draw_samples(4 * tokens, longest, min(tiles, 96), seed, scale)
+    rows = sorted(full_rows(core, pixels, tokens, tiles, samples), key=lambda batch: batch["num_tiles"])
+    return rows[len(rows) // 2] if rows[len(rows) // 2]["num_tiles"] else rows[-1]
 
 
 def on_host(batch: dict[str, Any], group: SequenceGroup | None) -> dict[str, Any]:
@@ -192,7 +183,7 @@ def benchmark(core: PackedModel, args: argparse.Namespace, groups: dict, device:
     done: dict[tuple, Measured] = {}
     mfu: dict[tuple, float] = {}
     for tokens in args.tokens:
-        batch = make_row(core, tokens, args.segment_tokens, small, args.seed)
+        batch = make_row(core, tokens, small, args.seed)
         shown = (tokens, batch["num_segments"], batch["max_seqlen"], batch["num_tiles"])
         for (mode, size), group in groups.items():
             needed = estimate(done, tokens, mode, size)
@@ -337,7 +328,7 @@ def check(core: PackedModel, args: argparse.Namespace, groups: dict, device: tor
     failures = check_blocks(device, small)
     for tokens in args.tokens:
         # float32 attention has no kernel that saves memory: all scores of a segment exist at once.
-        batch = make_row(core, tokens, args.segment_tokens, small, args.seed, longest=2048)
+        batch = make_row(core, tokens, small, args.seed, longest=2048)
         exact = copy.deepcopy(core.model).float()
         exact.set_attn_implementation({"text_config": register_packed_attention("sdpa", device, torch.float32)})
         with highest_precision():
@@ -382,7 +373,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=None, help="decoder layers, if not the shape's")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=None, help="of each row, about")
-    parser.add_argument("--segment_tokens", type=int, default=None, help="segments of this length, no real mix")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks a row; what fits the world")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)

@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -455,7 +455,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recompute", choices=RECOMPUTE, default="language", help="as --compile_recompute")
-    parser.add_argument("--breaks", action="store_true", help="call attention between compiled graphs")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no_language", action="store_true", help="leave out the language model alone")
     args = parser.parse_args()
@@ -468,8 +467,6 @@ def main() -> int:
     torch.set_float32_matmul_precision("high")
     for shape in args.shapes or (["tiny"] if small else ["1b", "8b8"]):
         for kernel in kernels:
-            if args.breaks:
-                KERNELS[kernel] = replace(KERNELS[kernel], forward=None, backward=None)
             register_packed_attention(kernel, device, dtype)
         core = make_model(shape, device, kernels[0], dtype)
         if "compiled" in args.ways:
