@@ -17,8 +17,9 @@ Measured on benchmarks/real_mix_a.csv, 64 ranks, InternVL3-1B, mean over max cos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from .budget import Budget
 from .cost import CostModel
@@ -33,6 +34,25 @@ BY_SEARCH = 6  # samples of mean size that are left for the search; the others o
 CLOSE = 0.01  # of the mean cost of a pack: a third of a tile; a better subset is not worth the time to find it
 ABOVE = 0.02  # of the mean cost of a pack: what a full pack may exceed its target by
 UNIT = 1024  # costs are whole numbers of 1/1024 token
+
+
+class Packable(Protocol):
+    """What is packed; a `Fragment`, or anything with these."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    @property
+    def num_unseen_pairs(self) -> int: ...
+
+    @property
+    def num_tile_pairs(self) -> int: ...
+
+    @property
+    def key(self) -> tuple[Hashable, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +92,14 @@ class Balance:
         self.figures = dict.fromkeys(self.FIGURES, 0)
         self.figures["tokens_bind"] = 1
 
-    def square(self, num_pairs: int, num_tile_pairs: int) -> int:
-        """Attention's cost of a segment and of its pictures, in units.
-
-        Args:
-            num_pairs: its squared length, or what a tree has of it (cost.py).
-            num_tile_pairs: as a `Fragment` has them.
+    def sizes(self, item: Packable) -> tuple[int, int, int, int]:
+        """(tokens, tiles, square, pairs) of a fragment: tokens aligned, in units what attention costs among them and
+        within its pictures, and its squared length, or what a tree has of it (cost.py).
         """
-        return (self._attention * num_pairs + self._picture * num_tile_pairs) // self._token
+        tokens = self.budget.aligned(item.num_tokens)
+        pairs = tokens * tokens - item.num_unseen_pairs
+        square = (self._attention * pairs + self._picture * item.num_tile_pairs) // self._token
+        return tokens, item.num_tiles, square, pairs
 
     def cost(self, num_tokens: int, num_tiles: int, squares: int) -> int:
         """The cost of a pack, in units."""

@@ -19,35 +19,16 @@ continues exactly as the first one would have.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from ..errors import SampleError, UserError
-from .balance import Balance
+from .balance import Balance, Packable
 from .budget import Budget
 from .cost import CostModel
 from .policies import Waiting, find_policy
 
 LOOK_AHEAD_PACKS = 2  # packs that the look-ahead could fill, at least, by one of the budgets
-
-
-class Packable(Protocol):
-    """What is packed; a `Fragment`, or anything with these."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_tiles(self) -> int: ...
-
-    @property
-    def num_unseen_pairs(self) -> int: ...
-
-    @property
-    def num_tile_pairs(self) -> int: ...
-
-    @property
-    def key(self) -> tuple[Hashable, ...]: ...
 
 
 Item = TypeVar("Item", bound=Packable)
@@ -74,6 +55,7 @@ class Packer(Generic[Item]):
         self.budget = budget
         self.buffer_size = buffer_size
         self.num_built = 0  # packs
+        self._longest = budget.max_segment_tokens  # aligned, as it is a multiple of the alignment
         self._policy = find_policy(policy)
         self._balance = Balance(budget, cost or CostModel.from_name("1B"))
         self._items: list[Item] = []
@@ -100,18 +82,15 @@ class Packer(Generic[Item]):
         Raises:
             SampleError: `sample_empty`, or `oversized_error` for what fits into no pack (see split.py).
         """
-        num_tokens, num_tiles = item.num_tokens, item.num_tiles
-        if num_tokens < 1:
+        tokens, num_tiles, square, pairs = self._balance.sizes(item)
+        if tokens < 1:
             raise SampleError("sample_empty", f"fragment {item.key} has no tokens")
-        if not self.budget.fits(num_tokens, num_tiles):
+        if tokens > self._longest or num_tiles > self.budget.max_tiles:
             raise SampleError(
                 "oversized_error",
-                f"fragment {item.key} has {num_tokens} tokens and {num_tiles} tiles, "
+                f"fragment {item.key} has {item.num_tokens} tokens and {num_tiles} tiles, "
                 f"a pack holds {self.budget.max_segment_tokens} and {self.budget.max_tiles}",
             )
-        tokens = self.budget.aligned(num_tokens)
-        pairs = tokens * tokens - item.num_unseen_pairs
-        square = self._balance.square(pairs, item.num_tile_pairs)
         self._balance.add(tokens, num_tiles, square)
         self._items.append(item)
         self._waiting.tokens.append(tokens)
@@ -150,12 +129,9 @@ class Packer(Generic[Item]):
         numbers = [state["built"], *state["born"], *state["figures"].values()]
         assert all(isinstance(n, int) for n in numbers), "figures are whole numbers"
         self._items = list(waiting)
-        tokens = [self.budget.aligned(item.num_tokens) for item in waiting]
-        pairs = [n * n - item.num_unseen_pairs for n, item in zip(tokens, waiting, strict=True)]
-        tiles = [item.num_tiles for item in waiting]
-        squares = [self._balance.square(n, item.num_tile_pairs) for n, item in zip(pairs, waiting, strict=True)]
-        self._waiting = Waiting(tokens, tiles, squares, pairs)
-        self._tokens, self._tiles = sum(tokens), sum(self._waiting.tiles)
+        sizes = [self._balance.sizes(item) for item in waiting]
+        self._waiting = Waiting(*([size[n] for size in sizes] for n in range(4)))
+        self._tokens, self._tiles = sum(self._waiting.tokens), sum(self._waiting.tiles)
         self._born = list(state["born"])
         self.num_built = state["built"]
         self._balance.figures = dict(state["figures"])

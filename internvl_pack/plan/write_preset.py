@@ -122,14 +122,8 @@ class OfflinePacks(SampleReader):
         order = Permutation(len(packs), derive_seed(self._config.seed, "packs", self._mixture.epoch))
         for number in range(len(packs)):
             fragments = packs[order[number]]
-            tokens = [budget.aligned(fragment.num_tokens) for fragment in fragments]
-            tiles = sum(fragment.num_tiles for fragment in fragments)
-            squares = (
-                balance.square(n * n - fragment.num_unseen_pairs, fragment.num_tile_pairs)
-                for n, fragment in zip(tokens, fragments, strict=True)
-            )
-            pack_cost = balance.cost(sum(tokens), tiles, sum(squares))
-            yield PlannedPack(number, pack_cost, tuple(fragments))
+            tokens, tiles, squares, _ = map(sum, zip(*map(balance.sizes, fragments), strict=True))
+            yield PlannedPack(number, balance.cost(tokens, tiles, squares), tuple(fragments))
 
 
 class _Writer:
@@ -166,7 +160,10 @@ class _Writer:
 
     def _write_epoch(self, epoch: int, packs: RowWriter, refused: RowWriter) -> Iterator[int]:
         mixture = self._samples.mixture(self._config, epoch)
-        sequence = self._sequence(mixture)
+        if self._policy is None:
+            sequence: OnlinePacks | OfflinePacks = OnlinePacks(self._survey, mixture, self._config, self._cost)
+        else:
+            sequence = OfflinePacks(self._policy, self._survey, mixture, self._config, self._cost)
         ledger, number, cursor, before = sequence.ledger, 0, 0, Counter[str]()
         while True:
             pack = sequence.next_pack()
@@ -195,11 +192,6 @@ class _Writer:
         self.packs.append(number)
         self.cut_off.append(ledger.counts["tokens_cut_off"])
         ledger.check()
-
-    def _sequence(self, mixture: Mixture) -> OnlinePacks | OfflinePacks:
-        if self._policy is None:
-            return OnlinePacks(self._survey, mixture, self._config, self._cost)
-        return OfflinePacks(self._policy, self._survey, mixture, self._config, self._cost)
 
     def _row(self, mixture: Mixture, pack: PlannedPack) -> dict[str, Any]:
         fragments = pack.fragments

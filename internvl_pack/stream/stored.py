@@ -247,14 +247,12 @@ class StoredSegments:
         shard = str(self._preset.folder / shard_name(self._planned_epoch, number // PART_PACKS))
         images = tuple(self._image(shard, name, image) for image in row["images"] if image["segment"] == at)
         record = Record(name, stop - start, fragment.num_tiles, stored["num_loss_tokens"])
-        tiles = self._encoder.decode(Encoded(record, ids, labels, images), epoch=self._epoch, out=out)
+        encoded = Encoded(record, ids, labels, images)
+        tiles = self._encoder.decode(encoded, epoch=self._epoch, out=out)
         if stored["data_augment"]:
             with isolate_sample_errors(f"data_augment of {name}"):
                 recompress(tiles, name, self._epoch, fragment.tile_start)
-        per_image = tuple(image.grid.num_tiles for image in images)
-        grids = tuple((image.grid.rows, image.grid.columns) for image in images)
-        place = (fragment.index, fragment.count)
-        return Segment(name, place, ids, labels, tiles, per_image, record.num_loss_tokens, image_grids=grids)
+        return make_segment(encoded, fragment, tiles)
 
     def _image(self, shard: str, sample_id: str, stored: dict[str, Any]) -> PlannedImage:
         if shard not in self._stamps:

@@ -293,6 +293,8 @@ def script_options(script: str) -> set[str]:
         return {"--data"} | {option for action in Parser()._actions for option in action.option_strings}
     text = (ROOT / script).read_text(encoding="utf-8")
     rest = script_options("train/finetune.py") if "parse_known_args" in text else set()  # which it hands on
+    for module in re.findall(r"^from benchmarks\.(\w+) import .*\bparser_of_", text, re.M):  # which makes its parser
+        rest = rest | script_options(f"benchmarks/{module}.py")
     return {"--help", *re.findall(r'"(--[a-z][\w-]*)"', text), *rest}
 
 

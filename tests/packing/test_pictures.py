@@ -16,7 +16,7 @@ from internvl_pack.packing.cost import CostModel
 from internvl_pack.packing.split import split
 from internvl_pack.plan.groups import StepPlan
 from internvl_pack.plan.online import OnlinePacks
-from internvl_pack.records import Record, Span
+from internvl_pack.records import Record, Span, whole
 from internvl_pack.survey.table import PLAIN, Measured, SurveyKey, SurveyTable, crowd_of, crowds_of, tile_pairs
 
 TEXT = {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16}
@@ -35,7 +35,7 @@ def test_what_a_picture_costs_counted_by_hand():
     assert internvl.picture == 0 and internvl.numbers() == [internvl.token, internvl.attention, internvl.tile]
     assert cost.of(10, 6, 0, 20) - cost.of(10, 6) == 20 * cost.picture
     balance = Balance(Budget(64, 64), CostModel(token=2, attention=0, tile=1, picture=3))
-    assert balance.square(100, 20) == 30 * UNIT
+    assert balance.sizes(whole(0, 10, 6, 20)) == (10, 6, 30 * UNIT, 100)
 
 
 @pytest.mark.parametrize("tiles", [[5], [7, 7], [1] * 8, [1200, 30], [4, 900, 17, 80], [1] * 150])
