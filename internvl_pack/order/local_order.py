@@ -49,8 +49,7 @@ class BlockWalk:
         """(blocks in the order of this pass, positions at which each ends)."""
         if number not in self._passes:
             blocks = len(self._sizes)
-            permutation = Permutation(blocks, derive_seed(self._seed, number))
-            order = np.fromiter((permutation[i] for i in range(blocks)), np.int64, blocks)
+            order = Permutation(blocks, derive_seed(self._seed, number)).take(np.arange(blocks))
             self._passes[number] = order, np.cumsum(self._sizes[order])
             while len(self._passes) > _KEPT:
                 self._passes.popitem(last=False)

@@ -24,6 +24,8 @@ class ReaderProcesses(_MultiProcessingDataLoaderIter):
     """
 
     def _shutdown_workers(self) -> None:
+        if self._shutdown:  # its readers had no more to give
+            return
         timer = threading.Timer(GRACE, self._terminate)
         timer.daemon = True
         with suppress(RuntimeError):  # no thread begins while the interpreter ends
