@@ -22,6 +22,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,38 +47,33 @@ class Result:
     longest_wait: int  # arrivals between a sample and its pack
 
 
-def fragments_of(path: str, budget: Budget) -> list:
-    """The file's samples as fragments; what cannot be cut (an image over the budget) is left out."""
+def cut(records: Iterable[Record], budget: Budget) -> list:
+    """The samples as fragments; what cannot be cut (an image over the budget) is left out."""
     out = []
-    with open(path, encoding="utf-8") as file:
-        for position, row in enumerate(csv.DictReader(file)):
-            tokens, tiles = int(row["num_tokens"]), int(row["num_tiles"])
-            images = min(int(row.get("num_images") or 0), tiles)
-            spans = [Span(tokens - 256 * tiles)] if tokens > 256 * tiles else []
-            share = [tiles // images + (i < tiles % images) for i in range(images)] if images else []
-            spans += [Span(256 * n, n) for n in share]
-            try:
-                out += split(Record(str(position), tokens, tiles, spans=tuple(spans)), position, budget)
-            except SampleError:
-                continue
+    for position, record in enumerate(records):
+        with suppress(SampleError):
+            out += split(record, position, budget)
     return out
 
 
-def trees_of(path: str, budget: Budget, answers: int) -> list:
-    """The file's samples as fragments of trees, see the module's docstring."""
-    out, rng = [], random.Random(0)
-    with open(path, encoding="utf-8") as file:
-        for position, row in enumerate(csv.DictReader(file)):
-            trained, tiles = int(row["num_loss_tokens"]), int(row["num_tiles"])
-            lengths = [1 + max(1, round(trained * rng.uniform(0.5, 1.5))) for _ in range(answers)]
-            branches = tuple(Branch(n, n - 1) for n in lengths)
-            tokens = int(row["num_tokens"]) - trained + sum(lengths)
-            record = Record(str(position), tokens, tiles, branches=branches, is_pair=answers == 2)
-            try:
-                out += split(record, position, budget)
-            except SampleError:
-                continue
-    return out
+def samples_of(rows: list[dict[str, str]]) -> Iterator[Record]:
+    for row in rows:
+        tokens, tiles = int(row["num_tokens"]), int(row["num_tiles"])
+        images = min(int(row.get("num_images") or 0), tiles)
+        spans = [Span(tokens - 256 * tiles)] if tokens > 256 * tiles else []
+        spans += [Span(256 * n, n) for n in (tiles // images + (i < tiles % images) for i in range(images))]
+        yield Record("", tokens, tiles, spans=tuple(spans))
+
+
+def trees_of(rows: list[dict[str, str]], answers: int) -> Iterator[Record]:
+    """The samples as trees, see the module's docstring."""
+    rng = random.Random(0)
+    for row in rows:
+        trained, tiles = int(row["num_loss_tokens"]), int(row["num_tiles"])
+        lengths = [1 + max(1, round(trained * rng.uniform(0.5, 1.5))) for _ in range(answers)]
+        branches = tuple(Branch(n, n - 1) for n in lengths)
+        tokens = int(row["num_tokens"]) - trained + sum(lengths)
+        yield Record("", tokens, tiles, branches=branches, is_pair=answers == 2)
 
 
 def run_policy(fragments: list, budget: Budget, policy: str, buffer_size: int) -> Result:
@@ -169,13 +166,14 @@ def main() -> None:
     parser.add_argument("--buffer", type=int, default=64)
     parser.add_argument("--answers", type=int, default=0, help="answers of each sample; default: no trees")
     args = parser.parse_args()
+    with open(args.lengths, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     print(f"| budget | bound | policy | packs | packs / bound | us a sample | longest wait |\n|{' --- |' * 7}")
     dearest = 0.0
     for name in args.budgets:
         tokens, tiles = map(int, name.split("/"))
         budget = Budget(tokens, tiles)
-        trees = trees_of(args.lengths, budget, args.answers) if args.answers else None
-        fragments = fragments_of(args.lengths, budget) if trees is None else trees
+        fragments = cut(trees_of(rows, args.answers) if args.answers else samples_of(rows), budget)
         bounds = LowerBounds(budget)
         for fragment in fragments:
             bounds.add(fragment.num_tokens, fragment.num_tiles)
@@ -188,10 +186,9 @@ def main() -> None:
         dearest = max(dearest, results["subset_sum"].microseconds)
     if args.answers:
         return
-    with open(args.lengths, encoding="utf-8") as file:
-        rows = [(int(row["num_tokens"]), int(row["num_tiles"])) for row in csv.DictReader(file)]
-    tiles = sum(v for _, v in rows) / len(rows)
-    seconds, text, found = encode_and_decode(sum(max(0, t - 256 * v) for t, v in rows) / len(rows), tiles)
+    sizes = [(int(row["num_tokens"]), int(row["num_tiles"])) for row in rows]
+    tiles = sum(v for _, v in sizes) / len(sizes)
+    seconds, text, found = encode_and_decode(sum(max(0, t - 256 * v) for t, v in sizes) / len(sizes), tiles)
     print(
         f"\nA sample of {text:.0f} tokens of text and {found:.1f} tiles takes {seconds * 1e3:.2f} ms to read, encode "
         f"and decode; packing by subset_sum takes {dearest:.1f} us at most, {dearest / seconds / 1e6:.2%} of it"
