@@ -47,9 +47,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_check import FACTOR, Table, relative, run_kernel, versions
-from benchmarks.train_step import KINDS, make_packs, pairs_by_length, peak_gb, read_mix, synchronize
+from benchmarks.gpu_check import FACTOR, run_kernel
+from benchmarks.measuring import KINDS, Table, peak_gb, relative, synchronize, versions
 from benchmarks.train_step import Sample as TileSample
+from benchmarks.train_step import make_packs, pairs_by_length, read_mix
 from internvl_pack.batch.collate import packed_collate_fn, padded_collate_fn, to_device
 from internvl_pack.batch.row import PackRow, Segment
 from internvl_pack.encode.families.base import FAMILIES
