@@ -8,7 +8,7 @@
 #   MAX_PACKED_TOKENS, NUM_IMAGES_EXPECTED   budgets of a row: 16384/48 fits one 80 GB GPU with checkpointing
 #   GLOBAL_PACKS   packs in one optimizer step over all GPUs; gradient accumulation follows from it
 #   SEQUENCE_PARALLEL_SIZE, SEQUENCE_PARALLEL_MODE   GPUs that share a row, and how (docs/sequence-parallel.md); 1: none do
-#   DEEPSPEED   zero_stage1 | zero_stage2 | zero_stage3 | zero_stage3_offload | a config file
+#   DEEPSPEED   zero_stage1 | zero_stage2 | zero_stage3 | zero_stage3_offload | a config file | fsdp2, torch's in its place
 #   any further arguments of the launcher go to train/finetune.py and win over the recipe
 
 INTERRUPTED=75 # exit status of a run that a signal stopped at a checkpoint
@@ -46,13 +46,15 @@ finetune_arguments() {
     mpo | dpo) parts=(--objective "$STAGE" --freeze_llm False --freeze_backbone False --freeze_mlp False --learning_rate 2e-7 --weight_decay 0.05) ;;
     *) die "STAGE=$STAGE is unknown: use stage1, stage1.5, stage2, mpo or dpo" ;;
   esac
+  local sharding=(--deepspeed "$DEEPSPEED")
+  [ "$DEEPSPEED" != fsdp2 ] || sharding=(--sharding fsdp2)
   ARGUMENTS=(
     --model_name_or_path "$MODEL" --meta_path "$META" --output_dir "$OUTPUT_DIR" "${parts[@]}"
     --use_packed_ds True --max_packed_tokens "$MAX_PACKED_TOKENS" --num_images_expected "$NUM_IMAGES_EXPECTED"
     --dynamic_image_size True --use_thumbnail True --max_dynamic_patch 12 --loss_reduction square
     --per_device_train_batch_size 1 --gradient_accumulation_steps "$((GLOBAL_PACKS / readers))"
     --num_train_epochs 1 --lr_scheduler_type cosine --warmup_steps 0.03 --bf16 True --grad_checkpoint True
-    --dataloader_num_workers "$WORKERS" --deepspeed "$DEEPSPEED" --save_strategy steps --save_steps 200
+    --dataloader_num_workers "$WORKERS" "${sharding[@]}" --save_strategy steps --save_steps 200
     --save_total_limit 3 --logging_steps 1 --resume_from_checkpoint auto
     --sequence_parallel_size "$size" ${SEQUENCE_PARALLEL_MODE:+--sequence_parallel_mode "$SEQUENCE_PARALLEL_MODE"}
   )

@@ -231,6 +231,7 @@ def summarise(trainer: PackTrainer, ledger: Ledger, *, packing: str) -> dict[str
         "ranks": trainer.ranks.world_size,
         "sequence_parallel_size": trainer.ranks.sequence_parallel_size,
         "zero_stage": int(args.hf_deepspeed_config.get_value("zero_optimization.stage", 0)) if args.deepspeed else 0,
+        "sharding": args.sharding,
         "device": str(args.device.type),
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         "attn_kernel": trainer.packed_model.attn_kernel.name,

@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from internvl_pack.model.flops import flop_counts
 from internvl_pack.model.parts import decoder_layers
+from internvl_pack.model.sharded import own_part
 
 from .warm_up import forward_and_backward, made_up_row
 
@@ -138,7 +139,7 @@ class CheckpointByMemory(TrainerCallback):
         bucket = getattr(zero, "reduce_bucket_size", 0)
         if bucket:
             return int(bucket) * 2 * (2 if getattr(zero, "overlap_comm", False) else 1)
-        return sum(2 * 4 * p.numel() for p in self.trainer.packed_model.parameters() if p.requires_grad)
+        return sum(2 * 4 * own_part(p).numel() for p in self.trainer.packed_model.parameters() if p.requires_grad)
 
     def _flops(self, name: str, tokens: int, tiles: int, layers: int) -> float:
         """Of one layer's forward pass on a full row; attention of a decoder layer left out."""

@@ -331,7 +331,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "dataloader_drop_last": (False, "every pack is trained: the last step of an epoch may have fewer"),
     "ignore_data_skip": (False, "a resumed run goes on with the next pack, nothing is read anew"),
     "enable_jit_checkpoint": (False, "a run that gets a signal saves a checkpoint and stops by itself"),
-    "fsdp": (None, "use --deepspeed zero_stage3 to shard parameters"),
+    "fsdp": (None, "use --sharding fsdp2 to shard parameters"),
     "parallelism_config": (None, "use --sequence_parallel_size to share rows between GPUs"),
     "train_sampling_strategy": ("random", "the order is the dataset's, see --seed and --use_data_resampling"),
 }
@@ -349,6 +349,13 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
         None,
         "DeepSpeed config: a file, or the name of one that is shipped: zero_stage1, zero_stage2, zero_stage3, "
         "zero_stage3_offload.",
+    )
+    sharding: str | None = option(
+        None,
+        "Weights, gradients and optimizer states in parts on all GPUs, by torch instead of DeepSpeed: fsdp2. Default: "
+        "whole on each, or as --deepspeed says.",
+        choices=("fsdp2",),
+        page="performance.md#models-that-do-not-fit-zero-1",
     )
     per_device_train_batch_size: int = option(
         1,
@@ -470,6 +477,11 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
                 raise UserError(f"--report_to {name} is unknown: use none or one of {known}") from None
             except (RuntimeError, ImportError) as error:
                 raise UserError(f"--report_to {name}: it is not installed: pip install {name}, or use none") from error
+
+
+def compute_dtype(args: TrainingArguments) -> torch.dtype:
+    """Of the products in training."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def find_deepspeed_config(name: str) -> Path:

@@ -65,6 +65,18 @@ def _tiles_of_one_image(o: Mapping[str, Any]) -> int:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        lambda o: o["sharding"] and o["deepspeed"],
+        "--sharding {sharding} with --deepspeed {deepspeed}: both would shard the weights; leave one of the two out",
+    ),
+    Rule(
+        lambda o: o["sharding"] and o["fp16"],
+        "--sharding {sharding} with --fp16 True: it does not scale gradients; use --bf16 True",
+    ),
+    Rule(
+        lambda o: o["sharding"] and o["fp8"],
+        "--sharding {sharding} with --fp8 {fp8}: nobody has tried it; leave one of the two out, or use --deepspeed",
+    ),
+    Rule(
         lambda o: o["objective"] in ("dpo", "mpo") and o["loss_reduction"] != "token",
         "--loss_reduction {loss_reduction} with --objective {objective}: all pairs count alike, and "
         "all tokens of chosen answers; leave it out",

@@ -41,7 +41,7 @@ def prepare_environment() -> None:
         if os.environ.get(name, "false").lower() == "true":
             raise UserError(
                 f"accelerate launch: its config asks for {kind}, which is not taken from there: launch with "
-                "--multi_gpu and give --deepspeed zero_stage1, zero_stage2 or zero_stage3 to finetune.py"
+                "--multi_gpu and give --deepspeed zero_stage1, or --sharding fsdp2, to finetune.py"
             )
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return

@@ -56,7 +56,7 @@ from internvl_pack.sources.reach import allow
 
 from . import accounting, progress, sequence
 from .activation_checkpointing import CheckpointByMemory
-from .arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments
+from .arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments, compute_dtype
 from .callbacks import FirstPacks, IsolationCheck, PackingReport, RunOptions
 from .checkpoint import find_checkpoint
 from .combinations import IN_BATCH, STREAM, check_combinations
@@ -245,16 +245,11 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     if model_args.compile:
         keep_compiled(str(args.output_dir))
     model = load_model(model_args, data_args, args, data.tokenizer, kernel.name)
-    if not args.deepspeed:
+    if not (args.deepspeed or args.sharding):
         lay_out_gradients(model)
     if ranks.sequence_parallel_size > 1:
         sequence.share_rows(model, args, ranks)
     return Begun(data_args, loss, ranks, data, model, checkpoint)
-
-
-def compute_dtype(args: PackTrainingArguments) -> torch.dtype:
-    """Of the products in training."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def make_packing(
@@ -306,8 +301,8 @@ def load_model(
     return build_model(
         device=args.device,
         tokenizer=tokenizer,
-        # DeepSpeed keeps the float32 weights itself; elsewhere bf16 is autocast over float32 weights.
-        dtype=compute_dtype(args) if args.deepspeed else torch.float32,
+        # DeepSpeed and FSDP2 keep float32 weights themselves; elsewhere bf16 is autocast over float32 weights.
+        dtype=compute_dtype(args) if args.deepspeed or args.sharding else torch.float32,
         compute_dtype=compute_dtype(args),
         force_image_size=data_args.force_image_size,
         down_sample_ratio=data_args.down_sample_ratio,

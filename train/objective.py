@@ -24,9 +24,11 @@ from internvl_pack.checkpoints.lora import lora_layers, without_lora
 from internvl_pack.errors import UserError
 from internvl_pack.model.loss.preference import PairLosses, Pairs, PreferenceLoss, RunningMean, branch_sums
 from internvl_pack.model.packed import PackedModel, PackedOutput
+from internvl_pack.model.sharded import shard
 from internvl_pack.model.zero3 import is_zero3
 from internvl_pack.parallel.collectives import summed
 
+from .arguments import compute_dtype
 from .ranks import Ranks
 from .reference import Table
 
@@ -50,7 +52,10 @@ class FrozenCopy:
         self.model: Any = model.requires_grad_(False).eval()
 
     def prepare(self, trainer: PackTrainer) -> None:
-        """Put it on the device; under ZeRO-3 in parts, as the trained one."""
+        """Put it on the device; under ZeRO-3 and with --sharding in parts, as the trained one."""
+        if trainer.args.sharding:
+            shard(self.model, trainer.args.device, compute_dtype(trainer.args))
+            return
         if not is_zero3(self.model):
             self.model.to(trainer.args.device)
             return

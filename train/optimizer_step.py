@@ -22,13 +22,18 @@ from __future__ import annotations
 import logging
 import math
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from internvl_pack.model.sharded import own_part
+
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from .arguments import PackTrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,9 @@ class Reading:
         else:
             self._host, self._there = value.clone(), None
 
+    def __float__(self) -> float:
+        return self.number()
+
     def number(self) -> float:
         if self._there is not None:
             self._there.synchronize()
@@ -55,6 +63,7 @@ class Reading:
 class StepTrainer(Trainer):
     """The part of a Trainer that steps and logs steps."""
 
+    args: PackTrainingArguments
     ranks: Ranks
     step_sample_ids: list[str]
 
@@ -62,6 +71,7 @@ class StepTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._losses: list[Reading] = []  # of the micro-steps since the last log
         self._zero: ZeroStep | None = None
+        self._sharded: ShardedStep | None = None
         self.add_callback(SkippedSteps(self))
 
     def read_loss(self, loss: torch.Tensor) -> None:
@@ -70,6 +80,8 @@ class StepTrainer(Trainer):
 
     def prepare_steps(self) -> None:
         """To be called when model and optimizer are wrapped."""
+        if self.args.sharding:
+            self._sharded = ShardedStep(self.optimizer, self.args.max_grad_norm)
         engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
         if engine is None:
             return
@@ -84,9 +96,13 @@ class StepTrainer(Trainer):
         return 0
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        if self._sharded is not None:
+            return self._sharded.norm()
         return super()._clip_grad_norm(model) if self._zero is None else self._zero.norm()
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if self._sharded is not None:
+            return self._sharded.norm()
         if self._zero is None or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
         return self._zero.norm()
@@ -136,6 +152,9 @@ class SkippedSteps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         trainer = self.trainer
+        if trainer._sharded is not None:
+            trainer._sharded.before()
+            return
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
             return
         optimizer: Any = trainer.optimizer
@@ -144,6 +163,12 @@ class SkippedSteps(TrainerCallback):
         optimizer._is_overflow = not finite  # what accelerate sets where a step of float16 was not made
         if not finite:
             trainer.model_wrapped.zero_grad(set_to_none=True)  # an optimizer leaves alone what has no gradient
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.trainer._sharded is not None:
+            self.trainer._sharded.after()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self.trainer
@@ -221,6 +246,63 @@ class ZeroStep:
         if self.on_device:
             zero.optimizer.found_inf = (~norm.isfinite()).float()
         return norm
+
+
+class ShardedStep:
+    """Norm, clipping and skipping of a step whose gradients are in parts on all ranks.
+
+    The norm is made of all parts at once, and reduced on the device. Fused AdamW gets the divisor that clips, and the
+    flag of a gradient that is not finite; with other optimizers the host waits for the norm.
+
+    Args:
+        optimizer: as accelerate wraps it.
+        max_norm: of --max_grad_norm; 0 for no clipping.
+    """
+
+    def __init__(self, optimizer: Any, max_norm: float) -> None:
+        self.wrapped, self.optimizer, self.max_norm = optimizer, optimizer.optimizer, max_norm
+        self.on_device = is_fused_adam(self.optimizer)
+        self.reading: Reading | None = None
+
+    @torch.no_grad()
+    def norm(self) -> Reading:
+        """Of the gradients of all ranks before they are clipped."""
+        if self.reading is not None:
+            return self.reading
+        own = [part for part in map(own_part, self._gradients()) if part.numel()]
+        device = self.optimizer.param_groups[0]["params"][0].device
+        squares = torch.zeros((), dtype=torch.float32, device=device)
+        if own:
+            squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        self.reading = Reading(norm)
+        if self.on_device:
+            self.optimizer.found_inf = (~norm.isfinite()).float()
+            if self.max_norm > 0:
+                self.optimizer.grad_scale = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        return self.reading
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """To be called before the optimizer's step."""
+        reading = self.norm()
+        if self.on_device:
+            return
+        norm = reading.number()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)  # an optimizer leaves alone what has no gradient
+        elif 0 < self.max_norm < norm + 1e-6:
+            torch._foreach_mul_([own_part(g) for g in self._gradients()], self.max_norm / (norm + 1e-6))
+
+    def after(self) -> None:
+        """To be called after the optimizer's step is issued: says whether it has changed anything."""
+        assert self.reading is not None, "called after `before`"
+        self.wrapped._is_overflow = not math.isfinite(self.reading.number())  # as accelerate does in float16
+        self.reading = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def is_zero3_on_device(engine: Any) -> bool:

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.trainer import SCHEDULER_NAME
 
+from internvl_pack.errors import UserError
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
 
+from . import sharded
 from .accounting import Ledgers
-from .arguments import PackTrainingArguments
+from .arguments import PackTrainingArguments, compute_dtype
 from .checkpoint import (
     compared_options,
     differences,
@@ -50,6 +53,7 @@ class ResumableTrainer(StepTrainer):
     ledgers: Ledgers
     metrics: StepMetrics
     objective: PairObjective | None
+    _gathered: dict[str, torch.Tensor] | None = None  # the model that is being saved, where ranks have parts of it
 
     @property
     def loader(self) -> PackLoader:
@@ -65,6 +69,23 @@ class ResumableTrainer(StepTrainer):
     def packed_model(self) -> PackedModel:
         """The model that is trained, whatever it is wrapped in."""
         return self.accelerator.unwrap_model(self.model)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        if not self.args.sharding:  # else its parts are there
+            super()._move_model_to_device(model, device)
+
+    def check_sharding(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint whose optimizer's states are in the other form.
+
+        Raises:
+            UserError: it was written with --sharding, and the run is without, or the other way round.
+        """
+        if (checkpoint / sharded.FOLDER).is_dir() != bool(self.args.sharding):
+            raise UserError(
+                f"--resume_from_checkpoint {checkpoint}: it was written "
+                + ("without --sharding: leave it out" if self.args.sharding else "with --sharding fsdp2: give it again")
+                + ", or begin anew with the checkpoint as --model_name_or_path"
+            )
 
     def move_to_these_ranks(self, checkpoint: Path) -> None:
         """Optimizer states of DeepSpeed that were saved on another number of ranks are converted, once."""
@@ -96,8 +117,36 @@ class ResumableTrainer(StepTrainer):
         return self.loader.epoch, 0
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own."""
+        """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own, and so does what is sharded."""
+        if self.args.sharding:
+            return
         self.saving.read(self.accelerator.unwrap_model(model or self.model), resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.args.sharding:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded.load(checkpoint, self.packed_model, self.optimizer, self.ranks)
+        assert self.lr_scheduler is not None, "it is made before"
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.sharding:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharded.save(output_dir, self.packed_model, self.optimizer, self.ranks)
+        if self.args.should_save:
+            assert self.lr_scheduler is not None, "it is made before the first step"
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers' Trainer; weights in parts are gathered, which all ranks do together."""
+        if self.args.sharding:
+            self._gathered = sharded.model_state(self.packed_model, compute_dtype(self.args), self.ranks)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """A checkpoint of the model inside (saving.py); the Trainer's own would keep the wrapper's names."""
@@ -105,7 +154,8 @@ class ResumableTrainer(StepTrainer):
             return
         folder = output_dir or self.args.output_dir
         assert folder is not None, "an option that is asked for"
-        self.saving.write(self.packed_model, folder, state_dict, self.processing_class)
+        state = self._gathered if state_dict is None else state_dict
+        self.saving.write(self.packed_model, folder, state, self.processing_class)
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:

@@ -30,6 +30,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.estimate.epochs import estimate_epochs
 from internvl_pack.estimate.figures import RunEstimate
 from internvl_pack.model.packed import PackedModel
+from internvl_pack.model.sharded import put_back, shard
 from internvl_pack.options import count
 from internvl_pack.parallel.agreement import Agreement
 from internvl_pack.parallel.slices import count_slice_targets
@@ -37,7 +38,7 @@ from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, packed_collator
 
 from .accounting import Ledgers, Quarantine, SampleLog, batch_ids
-from .arguments import PackTrainingArguments
+from .arguments import PackTrainingArguments, compute_dtype
 from .callbacks import EpochControl, log_estimate
 from .checkpoint import find_checkpoint
 from .evaluation import figures, log_left_out, merge_sums, sample_losses
@@ -108,6 +109,8 @@ class PackTrainer(ResumableTrainer):
         **more: Any,
     ) -> None:
         collator: Any = data_collator or packed_collator(train_dataset)
+        if args.sharding:
+            shard(model, args.device, compute_dtype(args))  # before the optimizer takes its parameters
         super().__init__(
             model=model,
             args=args,
@@ -334,6 +337,7 @@ class PackTrainer(ResumableTrainer):
             names = [spec.name for spec in loader.packed_dataset.samples.specs]
             metrics = figures(sums, names, metric_key_prefix)
         model.train(was_training)
+        put_back(model)
         events = self.ranks.gather_from_leaders(loader.take_events())
         log_left_out([event for part in events for event in part])
         self.log(metrics)
@@ -358,6 +362,8 @@ class PackTrainer(ResumableTrainer):
         if resume_from_checkpoint is True:
             found = find_checkpoint("auto", self.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
+        if resume_from_checkpoint:
+            self.check_sharding(Path(resume_from_checkpoint))
         if resume_from_checkpoint and self.is_deepspeed_enabled:
             self.move_to_these_ranks(Path(resume_from_checkpoint))
         resumed = bool(resume_from_checkpoint)

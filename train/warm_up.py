@@ -161,6 +161,12 @@ def forward_and_backward(
     model = trainer.packed_model
     with torch.random.fork_rng(devices), trainer.compute_loss_context_manager():
         wrapped.train()
+        if trainer.args.sharding:
+            loss = _loss(trainer, wrapped, inputs)
+            between()
+            loss.backward()
+            wrapped.zero_grad(set_to_none=True)
+            return
         stage = getattr(wrapped, "zero_optimization_stage", None)
         if stage is None or stage() != 3:
             # Gradients are asked for, not accumulated: neither DDP's nor DeepSpeed's hooks, which reduce them, hear.

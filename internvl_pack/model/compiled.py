@@ -95,6 +95,7 @@ def compile_blocks(
         compile_patches(packed, backend)
     if has_tiles and fused_vision and not is_zero3(packed):  # which gathers a compiled layer at a time
         problem = fuse_tower(packed, keep_gelu=recompute != "all")
+        packed.fused_vision = problem is None
         logger.info("layers of the vision tower: %s", f"compiled, since {problem}" if problem else "fused")
     if packed.head.loss_kernel is loss_and_gradient:
         packed.head.loss_kernel = torch.compile(fusible_loss_and_gradient, dynamic=True, backend=backend)

@@ -111,6 +111,10 @@ class ModelHolder(nn.Module):
             state_dict = self.model.state_dict()
         state_dict = merged_state_dict(self.model, inner_names(state_dict, self.model))
         self.model.save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+        saved = next((t.dtype for t in state_dict.values() if t.is_floating_point()), self.dtype)
+        if saved != self.dtype:  # float32 masters (sharded.py) of weights that are saved in half precision
+            self.config.dtype = saved
+            self.config.save_pretrained(save_directory)
 
     def load_pretrained(self, directory: str | Path) -> None:
         """Take the weights of a checkpoint, native or in InternVL's format (not under ZeRO-3, not with LoRA).

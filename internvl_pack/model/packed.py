@@ -107,6 +107,7 @@ class PackedModel(ModelHolder):
         self.vision_micro_tiles = vision_micro_tiles
         self.is_compiled = False  # whether the blocks are, see compiled.py
         self.fp8: str | None = None  # the recipe of its products, see fp8.py
+        self.fused_vision = False  # whether the tower's layers run as vision/fused.py writes them out
         self.sequence_group: SequenceGroup | None = None  # that shares rows, see enable_sequence_parallel
         self.routing: RoutingSums | None = None  # see balance_routers
         self.tower = make_tower(model, family)

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from helpers.model_samples import mixed_segments, packed_batch
 from internvl_pack.model import build
+from internvl_pack.model.sharded import own_part
 from train.environment import set_up_logging, shut_down
 from train.finetune import prepare
 from train.options import parse
@@ -28,7 +29,7 @@ from train.warm_up import WarmUp
 
 def digest(tensors: list[torch.Tensor]) -> str:
     seen = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in map(own_part, tensors):
         seen.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
 

@@ -9,6 +9,10 @@ from train.combinations import check_combinations
 
 DEFAULTS = {
     "objective": "sft",
+    "sharding": None,
+    "deepspeed": None,
+    "fp16": False,
+    "fp8": None,
     "loss_reduction": "token",
     "per_device_train_batch_size": 1,
     "preset_path": None,
@@ -77,6 +81,10 @@ COMBINATIONS = [
     ("stream", {"share_prefix": True, "pad_seq_to_mult": 8}, "--share_prefix True with --pad_seq_to_mult 8"),
     ("padded", {"pad_seq_to_mult": 8}, "--pad_seq_to_mult without packing"),
     ("padded", {"strict_mode": True}, None),
+    ("stream", {"sharding": "fsdp2"}, None),
+    ("stream", {"sharding": "fsdp2", "deepspeed": "zero_stage1"}, "--sharding fsdp2 with --deepspeed zero_stage1"),
+    ("padded", {"sharding": "fsdp2", "fp16": True}, "--sharding fsdp2 with --fp16 True"),
+    ("preset", {"sharding": "fsdp2", "fp8": "rowwise", "preset_path": "p"}, "--sharding fsdp2 with --fp8 rowwise"),
     ("stream", {"objective": "dpo", "loss_reduction": "square"}, "--loss_reduction square with --objective dpo"),
     ("stream", {"objective": "dpo"}, None),
     ("stream", {"objective": "mpo"} | RING, "prefix trees with --sequence_parallel_mode ring: use ulysses"),

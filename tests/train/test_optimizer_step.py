@@ -19,6 +19,8 @@ STEPS, PLANTED, CLIP = 5, 3, 0.05
 HALF = {"bf16": True, "optim": "adamw_torch_fused"}
 RUNS = {
     "plain": {},
+    "fsdp2": {"sharding": "fsdp2"},
+    "fsdp2, half": {"sharding": "fsdp2", **HALF},
     "zero1, float32": {"deepspeed": "zero_stage1"},
     "zero1": {"deepspeed": "zero_stage1", **HALF},
     "zero1, another optimizer": {"deepspeed": "zero_stage1", **HALF, "optim": "adamw_torch"},
@@ -62,7 +64,8 @@ def test_it_is_told_in_one_line_with_its_samples(name, runs):
 
 def test_losses_and_norms_of_all_ways_agree(runs):
     reference = runs["plain"][0]
-    ways = {"zero1, float32": 1e-5, "zero1": 3e-2, "zero1, another optimizer": 3e-2, "zero3": 3e-2}
+    ways = {"fsdp2": 1e-5, "fsdp2, half": 3e-2}
+    ways |= {"zero1, float32": 1e-5, "zero1": 3e-2, "zero1, another optimizer": 3e-2, "zero3": 3e-2}
     for name, tolerance in ways.items():
         seen = runs[name][0]
         assert seen["losses"] == pytest.approx(reference["losses"], rel=tolerance), name

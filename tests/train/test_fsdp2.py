@@ -1,0 +1,176 @@
+"""`--sharding fsdp2` trains as ZeRO-1 does: losses, norms, packed = alone, the saved model, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.launched import losses, made_in
+from helpers.pairs import write_pairs
+from helpers.ranks import Run, start
+from helpers.runs import weights
+from helpers.stepping import OPTIONS, run_ranks
+
+from train.checkpoint import find_checkpoint, folders_of
+from train.finetune import main
+
+pytestmark = pytest.mark.slow
+
+STEPS, FEW, SAVED = 20, 6, 3
+COMMON = {"max_steps": FEW, "lr_scheduler_type": "constant", "learning_rate": 1e-3, "adam_epsilon": 1e-3}
+COMMON |= {"check_isolation": True, "max_grad_norm": 0.5, "optim": "adamw_torch_fused"}
+WAYS = {
+    "plain": {"max_steps": STEPS},
+    "checkpointed": {"max_steps": STEPS, "grad_checkpoint": True},
+    "compiled": {"compile": True, "grad_checkpoint": True},
+    # The projector is trained, and no gradient comes from before it.
+    "frozen": {"freeze_backbone": True, "vision_micro_tiles": 2},
+    "a vision layer": {"freeze_backbone": True, "freeze_mlp": True, "freeze_llm": True, "unfreeze_vit_layers": 1},
+    "LoRA": {"use_llm_lora": 4, "use_backbone_lora": 2, "gradient_accumulation_steps": 2},
+    "half": {"bf16": True, "vision_micro_tiles": 2, "optim": "adamw_torch"},
+}
+FSDP2 = {"sharding": "fsdp2"}
+SHARDING = {"fsdp2": FSDP2, "zero1": {"deepspeed": "zero_stage1"}}  # accelerate does not leave DeepSpeed again
+LOOSE = {"half": 3e-2}  # of the others sums differ in their order alone
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer):
+    return made_in(tmp_path_factory.mktemp("made"), tokenizer, 60)
+
+
+@pytest.fixture(scope="module")
+def seen(made):
+    every = {f"{name}, {way}": COMMON | WAYS[way] | own for name, own in SHARDING.items() for way in WAYS}
+    return run_ranks(made, every, row=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_norms_are_those_of_zero_1(way, seen):
+    tolerance = LOOSE.get(way, 1e-5)
+    ours, theirs = (seen[f"{name}, {way}"][0] for name in SHARDING)
+    assert len(set(ours["losses"])) > len(ours["losses"]) // 2, "it trains"
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_samples_have_the_losses_they_have_alone(way, seen):
+    for rank in seen[f"fsdp2, {way}"]:
+        assert rank["packed"] == pytest.approx(rank["alone"], rel=LOOSE.get(way, 1e-4))
+
+
+def test_nothing_is_compiled_after_the_warm_up(seen):
+    for rank in seen["fsdp2, compiled"]:
+        before, *after = rank["compiled"]
+        assert before > 0 and set(after) == {before}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_saved_model_is_that_of_zero_1(way, seen, made):
+    tolerance = LOOSE.get(way, 1e-4)
+    ours, theirs = (weights(made / f"{name}, {way}") for name in SHARDING)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert ours[name].dtype == weight.dtype, name
+        torch.testing.assert_close(ours[name], weight, rtol=tolerance, atol=tolerance)
+    configs = [(made / f"{name}, {way}" / "config.json").read_text() for name in SHARDING]
+    assert configs[0] == configs[1]
+
+
+def test_pairs_with_a_frozen_copy_and_shared_rows(made, tokenizer, tmp_path):
+    """And held-out data between steps, after which a checkpoint is written."""
+    pairs = {"meta_path": write_pairs(tmp_path / "pairs", 12), "objective": "dpo"}
+    ways = {
+        "pairs": pairs,
+        "shared rows": {"sequence_parallel_size": 2},
+        "held out": {"eval_meta_path": made / "meta.json", "eval_strategy": "steps", "eval_steps": 2}
+        | {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1},
+    }
+    few = COMMON | {"max_steps": 4}
+    every = {f"{name}, {way}": few | ways[way] | own for name, own in SHARDING.items() for way in ways}
+    seen = run_ranks(made, every)
+    for way in ways:
+        ours, theirs = (seen[f"{name}, {way}"][0] for name in SHARDING)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5), way
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-4), way
+
+
+# --- checkpoints
+
+SAVING = COMMON | FSDP2 | {"save_strategy": "steps", "save_steps": SAVED}
+ALONE = {"gradient_accumulation_steps": 2}  # the same packs a step
+
+
+@pytest.fixture(scope="module")
+def resumed(made):
+    """Whole runs on 2 processes and on 1, and from the checkpoint of each runs on 2 and on 1."""
+    found = {}
+    for processes, own in ((2, {}), (1, ALONE)):
+        found |= run_ranks(made, {f"whole {processes}": SAVING | own}, processes=processes)
+    for processes, own in ((2, {}), (1, ALONE)):
+        runs = {}
+        for before in (2, 1):
+            checkpoint = made / f"whole {before}" / f"checkpoint-{SAVED}"
+            more = {"save_strategy": "no", "resume_from_checkpoint": checkpoint}
+            runs[f"{before} to {processes}"] = SAVING | own | more
+        found |= run_ranks(made, runs, processes=processes)
+    return found
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_run_goes_on_on_as_many_processes_and_on_others(before, after, resumed):
+    whole, rest = resumed[f"whole {before}"][0], resumed[f"{before} to {after}"][0]
+    assert len(rest["steps"]) == FEW - SAVED
+    tolerance = 1e-6 if before == after else 1e-5
+    assert rest["losses"][-len(rest["steps"]) :] == pytest.approx(whole["losses"][SAVED:], rel=tolerance)
+
+
+def begin(made: Path, out: Path, options: dict[str, Any], function: str = "train.finetune:main") -> Run:
+    places = {"model_name_or_path": made / "model", "meta_path": made / "meta.json", "output_dir": out}
+    words = [str(word) for key, value in (options | places).items() for word in (f"--{key}", value)]
+    return start(function, words, 2, out.with_suffix(".log"))
+
+
+def killed_while_saving(argv: list[str]) -> int:
+    """A run that dies at its second checkpoint, with the shards of one rank written."""
+    save, saves = dcp.FileSystemWriter.write_data, []
+
+    def write_data(self, *args, **kwargs):
+        saves.append(1)
+        if len(saves) == 2 and os.environ["RANK"] == "1":
+            os.killpg(0, signal.SIGKILL)
+        return save(self, *args, **kwargs)
+
+    dcp.FileSystemWriter.write_data = write_data
+    return main(argv)
+
+
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(made, resumed, tmp_path):
+    out, options = tmp_path / "run", OPTIONS | SAVING | {"save_total_limit": 1}
+    run = begin(made, out, options, f"{__file__}:killed_while_saving")
+    assert run.wait(timeout=300) != 0
+    assert [folder.name for folder in folders_of(out)] == ["checkpoint-3", "checkpoint-6"]
+    assert find_checkpoint("auto", out) == out / "checkpoint-3"
+    run = begin(made, out, options)
+    assert run.wait(timeout=300) == 0, run.told()[-3000:]
+    assert list(losses(out).values()) == pytest.approx(resumed["whole 2"][0]["losses"], rel=1e-6)
+    assert [folder.name for folder in folders_of(out)] == ["checkpoint-6"]
+
+
+def test_another_way_of_training_is_refused_in_one_line(made, resumed, tmp_path):
+    for sharding, more, told in (
+        (FSDP2, {"freeze_backbone": True}, "was trained with other options"),
+        ({}, {}, "it was written with --sharding fsdp2: give it again"),
+    ):
+        every = OPTIONS | COMMON | sharding | more
+        every |= {"resume_from_checkpoint": made / "whole 2" / f"checkpoint-{SAVED}"}
+        run = begin(made, tmp_path / f"run{len(more)}", every)
+        assert run.wait(timeout=300) == 2
+        assert told in next(line for line in run.told().splitlines() if "error:" in line)
