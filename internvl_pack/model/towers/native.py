@@ -22,7 +22,7 @@ from transformers import vision_utils
 from ...encode.families.native import CLIP, HALVES
 from ..attention import KERNELS, Kernel
 from ..images import normalize_tiles
-from ..vision import register_picture_attention
+from ..vision import register_picture_attention, use_patch_products
 from .base import Features, register_tower
 
 
@@ -44,6 +44,7 @@ class NativeTower:
         side = self._merge * self._patch
         self.tile_size: tuple[int, int] = (side, side)
         self.use_kernel(KERNELS["sdpa"])
+        use_patch_products(self._visual)
         decoder = model.get_submodule("model.language_model").layers
         for number in range(len(getattr(vision, "deepstack_visual_indexes", ()))):
             if not any(isinstance(hook, _AddDeepFeatures) for hook in decoder[number]._forward_hooks.values()):

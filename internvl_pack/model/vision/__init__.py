@@ -11,7 +11,7 @@ The rest of the package reaches them through the names below alone.
 
 from .drop_path import add_drop_path
 from .fused import FusedTower, fuse_tower
-from .patches import compile_patches
+from .patches import compile_patches, use_patch_products
 from .picture_attention import register_picture_attention
 from .tile_attention import use_tile_attention
 
@@ -21,5 +21,6 @@ __all__ = [
     "compile_patches",
     "fuse_tower",
     "register_picture_attention",
+    "use_patch_products",
     "use_tile_attention",
 ]

@@ -1,4 +1,4 @@
-"""The vision tower's patch embedding as a matrix product (`--compile`).
+"""The vision tower's patch embedding as a matrix product: of tiles with `--compile`, of native resolution always.
 
 A convolution whose kernel is as large as its stride reads every pixel once: it is a linear layer over flattened
 patches. cuDNN has no tensor-core kernel for 3 channels and 14 x 14 patches in bfloat16 and takes eight times as
@@ -70,3 +70,23 @@ class PatchProjection:
         if tiles.shape[2] % height or tiles.shape[3] % width:  # a convolution leaves out what is over
             return nn.Conv2d.forward(self.convolution, tiles)
         return self.compiled(tiles, self.convolution.weight, self.convolution.bias)
+
+
+class WholePatches:
+    """Stands in the place of a convolution's `forward` over patches (N, C, T, p, p) that its kernel covers whole."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        self.convolution = convolution
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        weight = self.convolution.weight
+        if patches.shape[1:] != weight.shape[1:]:
+            return nn.Conv3d.forward(self.convolution, patches)
+        return F.linear(patches.flatten(1), weight.flatten(1), self.convolution.bias)[..., None, None, None]
+
+
+def use_patch_products(tower: nn.Module) -> None:
+    """Let a tower of native resolution, which is given its patches cut, embed them by a matrix product."""
+    for module in tower.modules():
+        if isinstance(module, nn.Conv3d) and module.groups == 1 and module.padding in ("valid", (0, 0, 0)):
+            module.forward = WholePatches(module)
