@@ -138,11 +138,12 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        if (word := str(self.grad_checkpoint).lower()) != AUTO:
-            try:
-                self.grad_checkpoint = boolean(word)  # type: ignore[assignment]  # the parser's is str
-            except ArgumentTypeError:
-                raise UserError(f"--grad_checkpoint {self.grad_checkpoint}: give True, False or {AUTO}") from None
+        given = str(self.grad_checkpoint)
+        try:
+            meant: Any = AUTO if given.lower() == AUTO else boolean(given)  # the parser's is str
+            self.grad_checkpoint = meant
+        except ArgumentTypeError:
+            raise UserError(f"--grad_checkpoint {given}: give True, False or {AUTO}") from None
         parts = (self.vision_path, self.llm_path)
         if self.model_name_or_path is None and None in parts:
             raise UserError("--model_name_or_path is missing: give a checkpoint, or both --vision_path and --llm_path")

@@ -30,7 +30,7 @@ def _train(config: dict[str, Any], ours: bool) -> tuple[list[float], list[float]
     optimizer = torch.optim.AdamW(model.parameters(), lr=10.0, eps=100.0, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(deepspeed_engine_wrapped=SimpleNamespace(engine=engine)))
-    trainer._zero = None
+    trainer.args, trainer._zero = SimpleNamespace(sharding=None), None
     if ours:
         StepTrainer.prepare_steps(trainer)
         assert is_fused_adam(engine.optimizer.optimizer)
