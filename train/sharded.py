@@ -41,13 +41,15 @@ def load(folder: str | Path, model: PackedModel, optimizer: Any, ranks: Ranks) -
     """Take this rank's parts of weights and states, whatever ranks have written them.
 
     Raises:
-        UserError: other weights were trained then.
+        UserError: other weights were trained then, or of other shapes.
     """
     state, parts = _state(model, optimizer), Path(folder, FOLDER)
     saved = dcp.FileSystemReader(parts).read_metadata().state_dict_metadata
     prefix = f"{OPTIMIZER}.state."
     trained_then = {name.removeprefix(prefix).rpartition(".")[0] for name in saved if name.startswith(prefix)}
-    if odd := sorted(trained_then ^ state[OPTIMIZER]["state"].keys()):
+    odd = sorted(trained_then ^ state[OPTIMIZER]["state"].keys())
+    odd += sorted(name for name, tensor in state[MODEL].items() if _differs(saved.get(f"{MODEL}.{name}"), tensor))
+    if odd:
         raise UserError(
             f"--resume_from_checkpoint {folder}: was trained with other options (--use_llm_lora, --use_backbone_lora, "
             f"--freeze_*): {odd[0]} and {len(odd) - 1} more differ"
@@ -55,6 +57,11 @@ def load(folder: str | Path, model: PackedModel, optimizer: Any, ranks: Ranks) -
     dcp.load(state, checkpoint_id=parts, process_group=ranks.cpu_group)
     given = {"model_state_dict": state[MODEL], "optim_state_dict": state[OPTIMIZER]}
     set_state_dict(model, optimizer.optimizer, **given)
+
+
+def _differs(saved: Any, tensor: torch.Tensor) -> bool:
+    """Whether a checkpoint's tensor, as its metadata describes it, is missing or has another shape."""
+    return getattr(saved, "size", None) != tensor.shape
 
 
 def _state(model: PackedModel, optimizer: Any) -> dict[str, Any]:

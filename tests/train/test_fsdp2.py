@@ -174,3 +174,12 @@ def test_another_way_of_training_is_refused_in_one_line(made, resumed, tmp_path)
         run = begin(made, tmp_path / f"run{len(more)}", every)
         assert run.wait(timeout=300) == 2
         assert told in next(line for line in run.told().splitlines() if "error:" in line)
+
+
+def test_lora_of_another_rank_is_refused_in_one_line(made, tmp_path):
+    every = OPTIONS | SAVING | {"max_steps": 1, "save_steps": 1, "use_llm_lora": 4}
+    assert begin(made, tmp_path / "run", every).wait(timeout=300) == 0
+    run = begin(made, tmp_path / "run", every | {"max_steps": 2, "use_llm_lora": 2})
+    assert run.wait(timeout=300) == 2
+    told = [line for line in run.told().splitlines() if "error:" in line]
+    assert "was trained with other options" in told[0] and "lora_A" in told[0]
