@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +30,9 @@ from internvl_pack.options import boolean, check_options, from_config, make, opt
 from internvl_pack.parallel.checks import MODES
 
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
-from .environment import join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
+from .environment import find_deepspeed_config, join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 from .preference import PreferenceArguments
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
 AUTO = "auto"  # of grad_checkpoint
 PADDED_MAX_SEQ_LENGTH = 8192  # InternVL's default of max_seq_length
 
@@ -447,6 +445,9 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
             prepare_deepspeed_on_cpu()
         if self.label_names is None:
             self.label_names = ["labels"]
+        given = self.accelerator_config
+        if isinstance(given, str) and not given.lstrip().startswith("{") and not Path(given).is_file():
+            raise UserError(f"--accelerator_config {given}: no such file")
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError, OSError) as error:
@@ -483,21 +484,3 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
 def compute_dtype(args: TrainingArguments) -> torch.dtype:
     """Of the products in training."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-
-
-def find_deepspeed_config(name: str) -> Path:
-    """A DeepSpeed config by path, or one of those shipped here by name (`zero_stage1`).
-
-    Raises:
-        UserError: neither a file nor a name.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
-    # InternVL's scripts say zero_stage1_config.json, and for larger models zero_stage3_config_34b.json,
-    # zero_stage3_config_100b_1e8.json or zero_stage3_config_100b_1e7_offload.json.
-    stem = re.sub(r"_config(_\d+b)?(_\de\d)?(?=$|_offload$)", "", path.stem)
-    if stem in shipped and path.parent == Path("."):
-        return shipped[stem]
-    raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")

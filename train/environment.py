@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ USER_ERROR = 2  # exit code
 KEYBOARD_INTERRUPT = 130  # exit code: as shells give it
 INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 SECONDS_FOR_THE_FIRST_RANK = 15.0
+CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def prepare_environment() -> None:
@@ -102,6 +104,24 @@ def check_precision(precision: str) -> None:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", precision):
         raise UserError(f"accelerate launch: --mixed_precision {launched}: give --{launched} True to finetune.py, too")
+
+
+def find_deepspeed_config(name: str) -> Path:
+    """A DeepSpeed config by path, or one of those shipped here by name (`zero_stage1`).
+
+    Raises:
+        UserError: neither a file nor a name.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {config.stem: config for config in sorted(CONFIGS.glob("*.json"))}
+    # InternVL's scripts say zero_stage1_config.json, and for larger models zero_stage3_config_34b.json,
+    # zero_stage3_config_100b_1e8.json or zero_stage3_config_100b_1e7_offload.json.
+    stem = re.sub(r"_config(_\d+b)?(_\de\d)?(?=$|_offload$)", "", path.stem)
+    if stem in shipped and path.parent == Path("."):
+        return shipped[stem]
+    raise UserError(f"--deepspeed {name}: no such file; shipped configs are {', '.join(shipped)}")
 
 
 def prepare_deepspeed_on_cpu() -> None:

@@ -54,7 +54,7 @@ from internvl_pack.options import count
 from internvl_pack.packing.cost import CostModel
 from internvl_pack.sources.reach import allow
 
-from . import accounting, progress, sequence
+from . import accounting, progress, sequence, sharded
 from .activation_checkpointing import CheckpointByMemory
 from .arguments import AUTO, DataTrainingArguments, ModelArguments, PackTrainingArguments, compute_dtype
 from .callbacks import FirstPacks, IsolationCheck, PackingReport, RunOptions
@@ -226,6 +226,8 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     kernel = sequence.select_shared_kernel(model_args.attn_kernel, args, compute_dtype(args))
     found = find_checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     checkpoint = None if found is None else str(found)
+    if found is not None:
+        sharded.check_form(found, args.sharding)  # before the model is loaded
     paths = {name: getattr(model_args, name) for name in ("model_name_or_path", "vision_path", "llm_path")}
     check_loadable(data_args.family_check, **paths)
     sequence.check_options(model_args, data_args, args)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from transformers.trainer import SCHEDULER_NAME
 
-from internvl_pack.errors import UserError
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
@@ -73,19 +72,6 @@ class ResumableTrainer(StepTrainer):
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         if not self.args.sharding:  # else its parts are there
             super()._move_model_to_device(model, device)
-
-    def check_sharding(self, checkpoint: Path) -> None:
-        """Refuse a checkpoint whose optimizer's states are in the other form.
-
-        Raises:
-            UserError: it was written with --sharding, and the run is without, or the other way round.
-        """
-        if (checkpoint / sharded.FOLDER).is_dir() != bool(self.args.sharding):
-            raise UserError(
-                f"--resume_from_checkpoint {checkpoint}: it was written "
-                + ("without --sharding: leave it out" if self.args.sharding else "with --sharding fsdp2: give it again")
-                + ", or begin anew with the checkpoint as --model_name_or_path"
-            )
 
     def move_to_these_ranks(self, checkpoint: Path) -> None:
         """Optimizer states of DeepSpeed that were saved on another number of ranks are converted, once."""

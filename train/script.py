@@ -23,7 +23,7 @@ from internvl_pack.encode.formats import known_templates
 from internvl_pack.errors import UserError
 from internvl_pack.options import unknown_option
 
-from .arguments import find_deepspeed_config
+from .environment import find_deepspeed_config
 from .options import option_names, translate
 
 PROGRAM = re.compile(r"(?:.*/)?internvl_chat_(\w+)\.py")

@@ -27,6 +27,23 @@ FOLDER = "fsdp2"  # within a checkpoint
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
+def check_form(checkpoint: Path, sharding: str | None) -> None:
+    """Refuse a checkpoint whose optimizer's states are in the other form.
+
+    Args:
+        sharding: of the run that would go on from it.
+
+    Raises:
+        UserError: it was written with --sharding, and the run is without, or the other way round.
+    """
+    if (checkpoint / FOLDER).is_dir() != bool(sharding):
+        raise UserError(
+            f"--resume_from_checkpoint {checkpoint}: it was written "
+            + ("without --sharding: leave it out" if sharding else "with --sharding fsdp2: give it again")
+            + ", or begin anew with the checkpoint as --model_name_or_path"
+        )
+
+
 def save(folder: str | Path, model: PackedModel, optimizer: Any, ranks: Ranks) -> None:
     """Write this rank's parts of weights and states; all ranks call it together.
 

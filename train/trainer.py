@@ -37,6 +37,7 @@ from internvl_pack.parallel.slices import count_slice_targets
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.loader import PackLoader, packed_collator
 
+from . import sharded
 from .accounting import Ledgers, Quarantine, SampleLog, batch_ids
 from .arguments import PackTrainingArguments, compute_dtype
 from .callbacks import EpochControl, log_estimate
@@ -363,7 +364,7 @@ class PackTrainer(ResumableTrainer):
             found = find_checkpoint("auto", self.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
         if resume_from_checkpoint:
-            self.check_sharding(Path(resume_from_checkpoint))
+            sharded.check_form(Path(resume_from_checkpoint), self.args.sharding)
         if resume_from_checkpoint and self.is_deepspeed_enabled:
             self.move_to_these_ranks(Path(resume_from_checkpoint))
         resumed = bool(resume_from_checkpoint)

@@ -16,14 +16,8 @@ from internvl_pack.checkpoints.encoding import encode_config
 from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.errors import UserError
 from train import finetune
-from train.arguments import (
-    CONFIGS,
-    DataTrainingArguments,
-    ModelArguments,
-    PackTrainingArguments,
-    find_deepspeed_config,
-)
-from train.environment import SECONDS_FOR_THE_FIRST_RANK
+from train.arguments import DataTrainingArguments, ModelArguments, PackTrainingArguments
+from train.environment import CONFIGS, SECONDS_FOR_THE_FIRST_RANK, find_deepspeed_config
 from train.options import DROPPED, RENAMED, option_names, parse, translate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +153,11 @@ MISTAKES = [
     ("skip", [*MODEL, *DATA, "--ignore_data_skip", "True"], "--ignore_data_skip True"),
     ("signals", [*MODEL, *DATA, "--enable_jit_checkpoint", "True"], "--enable_jit_checkpoint True"),
     ("dispatch", [*MODEL, *DATA, "--accelerator_config", '{"dispatch_batches": true}'], "dispatch_batches=True"),
+    (
+        "accelerate",
+        [*MODEL, *DATA, "--accelerator_config", "missing.json"],
+        "--accelerator_config missing.json: no such file",
+    ),
     ("epochs", [*MODEL, *DATA, "--num_train_epochs", "0"], "--num_train_epochs 0"),
     ("micro-batch", [*MODEL, *DATA, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size is 0"),
     ("config", [*MODEL, *DATA, "--deepspeed", "zero_stage4"], "zero_stage1, zero_stage2, zero_stage3"),

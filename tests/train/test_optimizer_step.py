@@ -11,7 +11,7 @@ from helpers.launched import made_in
 from helpers.stepping import run_ranks
 from helpers.zero_engines import MICRO_STEPS
 
-from train.arguments import CONFIGS
+from train.environment import CONFIGS
 
 pytestmark = pytest.mark.slow
 
