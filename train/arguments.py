@@ -268,9 +268,9 @@ class DataTrainingArguments(PackingArguments):
         if not self.meta_path and self.packing != PRESET:
             raise UserError("--meta_path is missing: give the meta file of the data")
         for name in ("meta_path", "eval_meta_path"):
-            path = getattr(self, name) or ""
-            is_pattern = any(mark in path for mark in "{*?[")  # which is expanded when the data is opened
-            if not is_pattern and not Path(path).exists():
+            path = getattr(self, name)
+            # A pattern is expanded when the data is opened.
+            if path and not any(mark in path for mark in "{*?[") and not Path(path).exists():
                 where = "" if os.path.isabs(path) else f" (working folder: {os.getcwd()})"
                 raise UserError(f"--{name} {path}: no such file{where}")
         check_options(self, "--")

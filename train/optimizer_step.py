@@ -206,7 +206,7 @@ class ZeroStep:
         # A scheduler of DeepSpeed's is stepped with the optimizer, before the host has read the norm.
         self.on_device = is_fused_adam(zero.optimizer) and engine.lr_scheduler is None
         if self.on_device:
-            zero.unscale_and_clip_grads = MethodType(_clip, zero)
+            zero.unscale_and_clip_grads = _nothing  # the optimizer's kernel clips, see `_limit`
         else:
             zero.check_grad_overflow = True  # what the norm says ...
             zero.check_overflow = _nothing  # ... and that alone, not of all gradients one by one
@@ -244,7 +244,7 @@ class ZeroStep:
         norm = _norm_at_once(zero)
         self.reading = Reading(norm)
         if self.on_device:
-            zero.optimizer.found_inf = (~norm.isfinite()).float()
+            _limit(zero.optimizer, norm, zero.clip_grad)
         return norm
 
 
@@ -270,17 +270,10 @@ class ShardedStep:
         if self.reading is not None:
             return self.reading
         own = [part for part in map(own_part, self._gradients()) if part.numel()]
-        device = self.optimizer.param_groups[0]["params"][0].device
-        squares = torch.zeros((), dtype=torch.float32, device=device)
-        if own:
-            squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
+        norm = _norm_of_parts(own, self.optimizer.param_groups[0]["params"][0].device)
         self.reading = Reading(norm)
         if self.on_device:
-            self.optimizer.found_inf = (~norm.isfinite()).float()
-            if self.max_norm > 0:
-                self.optimizer.grad_scale = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
+            _limit(self.optimizer, norm, self.max_norm)
         return self.reading
 
     @torch.no_grad()
@@ -324,10 +317,15 @@ def _norm_at_once(zero: Any) -> torch.Tensor:
     own = []
     for gradients in zero.averaged_gradients.values():
         own += [g for g in gradients or () if not getattr(g, "_zero_padding", False)]
-    squares = torch.zeros((), dtype=torch.float32, device=zero.device)
+    return _norm_of_parts(own, zero.device, zero.dp_process_group)
+
+
+def _norm_of_parts(own: list[torch.Tensor], device: torch.device, group: Any = None) -> torch.Tensor:
+    """Of all ranks' parts, of which these are this rank's: a float32 scalar on the device."""
+    squares = torch.zeros((), dtype=torch.float32, device=device)
     if own:
         squares += torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).square().sum()
-    dist.all_reduce(squares, group=zero.dp_process_group)
+    dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
@@ -336,10 +334,15 @@ def is_fused_adam(optimizer: Any) -> bool:
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
 
 
-def _clip(zero: Any, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
-    """As DeepSpeed clips, but by the optimizer's kernel, and without asking the device whether the norm is a number."""
-    if zero.clip_grad > 0.0:
-        zero.optimizer.grad_scale = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
+def _limit(optimizer: Any, norm: torch.Tensor, max_norm: float) -> None:
+    """Let fused Adam's kernel clip as DeepSpeed does, and change nothing where the norm is no number; none is read.
+
+    Args:
+        max_norm: 0 for no clipping.
+    """
+    optimizer.found_inf = (~norm.isfinite()).float()
+    if max_norm > 0:
+        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has taken it."""
-    return isinstance(model, FSDPModule)
-
-
 def shard(packed: PackedModel, device: torch.device, compute_dtype: torch.dtype) -> None:
     """Move the model to the device, a part to each rank; every rank has loaded the same one.
 

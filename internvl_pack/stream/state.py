@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import PackingConfig
+from ..encode.config import EncodeConfig
 from ..errors import UserError
 from ..ledger import Losses
 from ..plan.packed_state import from_json, to_json
 
 STATE_VERSION = 4
-# Options that a fingerprint leaves out at these values, as before there were others.
-_LEFT_OUT = {"objective": "sft", "share_prefix": False}
+# Options that a fingerprint leaves out at their defaults, as before there were others.
+_LEFT_OUT = {"objective": EncodeConfig.objective, "share_prefix": PackingConfig.share_prefix}
 _KINDS: dict[str, Any] = {"epoch": int, "options": dict, "plan": dict | None, "losses": dict}
 
 

@@ -28,13 +28,13 @@ def compile_patches(packed: PackedModel, backend: str | Callable[..., Any]) -> N
             module.forward = PatchProjection(cast(nn.Conv2d, module), product)
 
 
-def is_patch_projection(module: nn.Module) -> bool:
+def is_patch_projection(module: nn.Module, kind: type[nn.Conv2d | nn.Conv3d] = nn.Conv2d) -> bool:
     """Whether a module is a convolution over patches that do not overlap."""
     return (
-        isinstance(module, nn.Conv2d)
+        isinstance(module, kind)
         and tuple(module.stride) == tuple(module.kernel_size)
-        and module.padding in ("valid", 0, (0, 0))
-        and tuple(module.dilation) == (1, 1)
+        and (module.padding == "valid" or not any(module.padding))
+        and all(each == 1 for each in module.dilation)
         and module.groups == 1
     )
 
@@ -88,5 +88,5 @@ class WholePatches:
 def use_patch_products(tower: nn.Module) -> None:
     """Let a tower of native resolution, which is given its patches cut, embed them by a matrix product."""
     for module in tower.modules():
-        if isinstance(module, nn.Conv3d) and module.groups == 1 and module.padding in ("valid", (0, 0, 0)):
-            vars(module)["forward"] = WholePatches(module)
+        if is_patch_projection(module, nn.Conv3d):
+            module.forward = WholePatches(cast(nn.Conv3d, module))
