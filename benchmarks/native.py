@@ -657,6 +657,13 @@ def attempt(title: str, call: Callable[[], Any]) -> Any:
     return None
 
 
+def compile_layers(core: PackedModel, device: torch.device) -> Any:
+    """As --compile does; returns the loss's kernel, which is compiled too."""
+    core.head.loss_kernel = select_loss_kernel("torch", device, torch.bfloat16)
+    compile_blocks(core, backend="inductor" if device.type == "cuda" else "aot_eager")
+    return core.head.loss_kernel
+
+
 def run_shape(shape: str, args: argparse.Namespace, device: torch.device) -> int:
     small = device.type != "cuda"
     model = make_model(shape, device, small)
@@ -695,11 +702,11 @@ def run_shape(shape: str, args: argparse.Namespace, device: torch.device) -> int
     if "isolation" in args.parts:
         failures += attempt("  isolation", partial(check_isolation_of, core, kernel, few, pixels, device)) or 0
     if "compiled" in args.ways:
-        core.head.loss_kernel = select_loss_kernel("torch", device, torch.bfloat16)
-        backend = "aot_eager" if small else "inductor"
-        if attempt("  compiled", partial(compile_blocks, core, backend=backend)) is None:
+        compiled_loss = attempt("  compiled", partial(compile_layers, core, device))
+        if compiled_loss is None:
             args.ways = [name for name in args.ways if name != "compiled"]
-        core.loss_kernels[True] = core.head.loss_kernel
+        else:
+            core.loss_kernels[True] = compiled_loss
         if errors is not None and "compiled" in args.ways:
             attempt(f"  {COMPILED.name}", partial(errors.check, COMPILED))
     failures += errors.table.failures if errors is not None else 0
