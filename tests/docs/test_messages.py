@@ -1,4 +1,4 @@
-"""The messages quoted in the troubleshooting page are those that the code prints."""
+"""The messages that the pages quote are those that the code prints, and every reason of a bad sample is explained."""
 
 from __future__ import annotations
 
@@ -46,6 +46,22 @@ def test_a_quoted_message_exists(message, texts):
 
 def test_a_message_that_is_nowhere_is_found_out(texts):
     assert not any("--meta_path …: no such folder" in text for text in texts)
+
+
+def test_every_reason_is_explained():
+    pages = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("reasons.md", "encoding.md", "data.md")
+    )
+    reasons = {
+        constant.value
+        for path in (ROOT / "internvl_pack").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "SampleError" and node.args
+        for constant in ast.walk(node.args[0])
+        if isinstance(constant, ast.Constant) and re.fullmatch("[a-z0-9]+(_[a-z0-9]+)+", str(constant.value))
+    }
+    assert len(reasons) > 50
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in pages) == []
 
 
 def test_migration_names_every_flag_that_is_renamed_left_out_or_refused():
