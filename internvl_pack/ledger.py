@@ -178,6 +178,11 @@ class Ledger:
     def samples_waiting(self) -> int:
         return self.samples_in - self.samples_packed - self.samples_dropped - self.samples_quarantined
 
+    @property
+    def _tokens_left(self) -> int:
+        c = self.counts
+        return c["tokens_in"] - c["tokens_packed"] - c["tokens_lost"] - c["tokens_cut_off"]
+
     def check(self, *, waiting_fragments: int = 0) -> None:
         """Assert the balance. `waiting_fragments` is 0 at the end of an epoch."""
         c = self.counts
@@ -186,14 +191,12 @@ class Ledger:
         assert missing == waiting_fragments, f"{missing} fragments are unaccounted for: {self.lines()}"
         if not waiting_fragments:
             assert self.samples_waiting == 0, f"{self.samples_waiting} samples are unaccounted for: {self.lines()}"
-            tokens = c["tokens_in"] - c["tokens_packed"] - c["tokens_lost"] - c["tokens_cut_off"]
-            assert tokens == 0, f"{tokens} tokens are unaccounted for: {self.lines()}"
+            assert self._tokens_left == 0, f"{self._tokens_left} tokens are unaccounted for: {self.lines()}"
 
     def check_waiting(self, waiting: Sequence[Fragment]) -> None:
         """Assert that these fragments, and no others, are still to be packed."""
         self.check(waiting_fragments=len(waiting))
-        c = self.counts
-        tokens = c["tokens_in"] - c["tokens_packed"] - c["tokens_lost"] - c["tokens_cut_off"]
+        tokens = self._tokens_left
         assert tokens == sum(f.token_stop - f.token_start for f in waiting), f"{tokens} tokens wait: {self.lines()}"
         parts = Counter(fragment.position for fragment in waiting if fragment.count > 1)
         assert parts == self._parts, "other parts of split samples wait"

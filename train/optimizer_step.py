@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reading:
-    """A scalar of the device's on its way to the host; to read it is not to wait for what was issued after it."""
+    """A device scalar that is being copied to the host; reading it does not wait for work issued after it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         value = value.detach()
@@ -52,9 +52,6 @@ class Reading:
             self._host, self._there = value.clone(), None
 
     def __float__(self) -> float:
-        return self.number()
-
-    def number(self) -> float:
         if self._there is not None:
             self._there.synchronize()
         return self._host.item()
@@ -92,7 +89,7 @@ class StepTrainer(Trainer):
             zero._get_norm_groups = lambda: [_norm_at_once(zero)]  # not one parameter at a time, by groups
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """None: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
+        """0: the Trainer's estimate counts all parameters anew for each row; what is logged is counted exactly."""
         return 0
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
@@ -125,8 +122,8 @@ class StepTrainer(Trainer):
         )
 
     def _log_steps(self, tr_loss: torch.Tensor, grad_norm: Any, started: float, learning_rate: float | None) -> None:
-        """What the Trainer logs, with the loss as it was read, not asked for again."""
-        own, self._losses = sum(reading.number() for reading in self._losses), []
+        """What the Trainer logs, with the loss that was copied meanwhile, not read from the device again."""
+        own, self._losses = sum(map(float, self._losses)), []
         loss = self.ranks.all_reduce(torch.tensor(own, dtype=torch.float64)) / self.ranks.world_size
         tr_loss.zero_()
         logs = {"loss": loss.item() / (self.state.global_step - self._globalstep_last_logged)}
@@ -232,7 +229,7 @@ class ZeroStep:
         """Of the step's gradients before they were clipped; informs DeepSpeed of a step that changed nothing."""
         if self.reading is None:  # the search has found something
             return math.inf
-        norm, self.reading = self.reading.number(), None
+        norm, self.reading = float(self.reading), None
         if self.on_device and not math.isfinite(norm):
             self.zero.overflow = True
             self.engine.skipped_steps += 1
@@ -282,7 +279,7 @@ class ShardedStep:
         reading = self.norm()
         if self.on_device:
             return
-        norm = reading.number()
+        norm = float(reading)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)  # an optimizer leaves alone what has no gradient
         elif 0 < self.max_norm < norm + 1e-6:
@@ -291,7 +288,7 @@ class ShardedStep:
     def after(self) -> None:
         """To be called after the optimizer's step is issued: says whether it has changed anything."""
         assert self.reading is not None, "called after `before`"
-        self.wrapped._is_overflow = not math.isfinite(self.reading.number())  # as accelerate does in float16
+        self.wrapped._is_overflow = not math.isfinite(self.reading)  # as accelerate does in float16
         self.reading = None
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -330,12 +327,12 @@ def _norm_of_parts(own: list[torch.Tensor], device: torch.device, group: Any = N
 
 
 def is_fused_adam(optimizer: Any) -> bool:
-    """Whether it leaves all as it is where `found_inf` is 1, as it does for a GradScaler."""
+    """Whether its kernel takes `found_inf` and `grad_scale`, as a GradScaler sets them."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
 
 
 def _limit(optimizer: Any, norm: torch.Tensor, max_norm: float) -> None:
-    """Let fused Adam's kernel clip as DeepSpeed does, and change nothing where the norm is no number; none is read.
+    """Let fused Adam's kernel clip as DeepSpeed does, and change nothing where the norm is not finite.
 
     Args:
         max_norm: 0 for no clipping.

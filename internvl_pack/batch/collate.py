@@ -117,18 +117,8 @@ def packed_collate_fn(
     has_trees = len(pieces) > len(segments)
     if has_trees and pad_seq_to_mult > 1:
         raise ValueError(f"pad_seq_to_mult {pad_seq_to_mult} with prefix trees: their segments cannot be padded")
-    lengths = [len(piece.input_ids) for piece in pieces] or [FILLER_TOKENS]
-    ids = [piece.sample_id for piece in pieces] or [FILLER_ID]
-    fragments = [piece.fragment for piece in pieces] or [(0, 1)]
-    padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
-    target = padded_length(sum(padded), pad_to)
-    if free := target - sum(padded):
-        ids.append(PAD_ID)
-        fragments.append((0, 1))
-        lengths.append(free)
-        padded.append(free)
-    if target > INT32_MAX:
-        raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
+    ids, fragments, lengths, padded = _laid_out(pieces, pad_seq_to_mult, pad_to)
+    others = len(lengths) - len(pieces)  # segments without a sample: the row's pad, or what fills an empty one
 
     places = _offsets(padded)  # where the segments lie
     input_ids, labels, weights = _joined(pieces, places, pad_token_id, loss_reduction)
@@ -138,9 +128,9 @@ def packed_collate_fn(
     if grid_positions:
         position_ids = _grid_positions(pieces, prefix_of, places, image_token_id)
     else:
-        position_ids = np.arange(target, dtype=np.int64) - np.repeat(starts - begun, padded)
+        position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(starts - begun, padded)
 
-    tile_counts = [piece.num_tiles for piece in pieces] + [0] * (len(lengths) - len(pieces))
+    tile_counts = [piece.num_tiles for piece in pieces] + [0] * others
     image_counts = [n for s in segments for n in s.tiles_per_image]
     assert sum(image_counts) == sum(tile_counts), "tiles_per_image does not cover the tiles"
     batch = {
@@ -158,7 +148,7 @@ def packed_collate_fn(
         "num_samples": sum(map(_num_samples, segments)),
         "num_segments": len(pieces),
         "num_packs": sum(bool(row.segments) for row in rows),
-        "num_tokens": target,
+        "num_tokens": len(input_ids),
         "num_real_tokens": sum(len(s.input_ids) for s in segments),
         "num_tiles": sum(tile_counts),
         "num_loss_tokens": int((labels != IGNORE_INDEX).sum()),
@@ -177,14 +167,11 @@ def packed_collate_fn(
         batch["second_frames"] = torch.from_numpy(np.concatenate(second_tiles))
     if has_trees:
         batch["prefix_of"] = torch.from_numpy(prefix_of)
-    if any(piece.reward is not None for piece in pieces):
-        rewards = [np.nan if piece.reward is None else piece.reward for piece in pieces]
-        batch["branch_rewards"] = torch.tensor(rewards + [np.nan] * (len(lengths) - len(pieces)))
+    batch |= _rewards([*(piece.reward for piece in pieces), *[None] * others])
     if pairs:
         batch |= _pairs(segments)
     if branch_keys:
-        keys = [key for s in segments for key in _keys(s)]
-        batch["branch_keys"] = keys + [""] * (len(lengths) - len(keys))
+        batch["branch_keys"] = [key for s in segments for key in _keys(s)] + [""] * others
     return batch
 
 
@@ -250,9 +237,7 @@ def padded_collate_fn(
             batch[key] = sum(one[key] for one in singles)
     batch["num_samples"] = sum(map(_num_samples, segments))
     batch["num_tokens"] = length * len(singles)
-    rewards = [None if branch is None else branch.reward for branch in branches]
-    if any(reward is not None for reward in rewards):
-        batch["branch_rewards"] = torch.tensor([np.nan if reward is None else reward for reward in rewards])
+    batch |= _rewards([None if branch is None else branch.reward for branch in branches])
     if pairs:
         batch |= _pairs(segments)
         batch["pairs"] = torch.arange(2 * batch["num_pairs"], dtype=torch.int32).view(-1, 2)
@@ -342,6 +327,25 @@ def _pieces(s: Segment) -> Iterator[_Piece]:
         yield _Piece(name, place, s.input_ids[part], s.labels[part], 0, (share,), True, branch.reward)
 
 
+def _laid_out(
+    pieces: Sequence[_Piece], pad_seq_to_mult: int, pad_to: int | Sequence[int] | None
+) -> tuple[list[str], list[tuple[int, int]], list[int], list[int]]:
+    """(ids, fragments, lengths, lengths with their pads) of the row's segments, its own pad as the last."""
+    ids = [piece.sample_id for piece in pieces] or [FILLER_ID]
+    fragments = [piece.fragment for piece in pieces] or [(0, 1)]
+    lengths = [len(piece.input_ids) for piece in pieces] or [FILLER_TOKENS]
+    padded = [-(-n // pad_seq_to_mult) * pad_seq_to_mult for n in lengths]
+    target = padded_length(sum(padded), pad_to)
+    if free := target - sum(padded):
+        ids.append(PAD_ID)
+        fragments.append((0, 1))
+        lengths.append(free)
+        padded.append(free)
+    if target > INT32_MAX:
+        raise ValueError(f"a row of {target} tokens is above int32 boundaries (2**31 - 1)")
+    return ids, fragments, lengths, padded
+
+
 def _seen_pairs(piece: _Piece, before: int) -> int:
     """Twice the pairs of a token and one that it sees, the segment's `before` of its prefix included."""
     n = len(piece.input_ids)
@@ -401,6 +405,13 @@ def _pairs(segments: Sequence[Segment]) -> dict[str, Any]:
         "num_pairs": len(pairs),
         "num_chosen_tokens": sum(s.branches[0].num_loss_tokens for s in segments),
     }
+
+
+def _rewards(rewards: Sequence[float | None]) -> dict[str, Tensor]:
+    """`branch_rewards`, where a branch has one."""
+    if all(reward is None for reward in rewards):
+        return {}
+    return {"branch_rewards": torch.tensor([np.nan if reward is None else reward for reward in rewards])}
 
 
 def _keys(s: Segment) -> list[str]:

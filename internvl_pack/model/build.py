@@ -111,8 +111,6 @@ def build_model(
         check_fp8(fp8, device, compute_dtype or dtype)
     implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
     if model_name_or_path is not None:
-        if family_check is not None:
-            check_by_parity(model_name_or_path, family_check, tokenizer)
         model = _load(model_name_or_path, tokenizer, implementation, dtype, family_check)
     elif vision_path is not None and llm_path is not None:
         model = _join(vision_path, llm_path, tokenizer, implementation, dtype, down_sample_ratio or 0.5)
@@ -182,6 +180,8 @@ def _load(
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, InternVLForConditionalGeneration
 
+    if family_check is not None:
+        check_by_parity(path, family_check, tokenizer)
     family = _model_type(path, "model_name_or_path")
     parts = {"text_config": implementation, "vision_config": "sdpa", "": "sdpa"}
     if family == MODEL_TYPE:
@@ -332,7 +332,7 @@ def check_fit(packed: PackedModel, tokenizer: Any, down_sample_ratio: float | No
 
 
 def check_vision_micro_tiles(packed: PackedModel) -> None:
-    """How many times the tower runs would depend on a rank's tiles, and ZeRO-3 gathers its weights each time.
+    """Refuse micro-tiles with ZeRO-3, which gathers the tower's weights each time it runs: as often on every rank.
 
     Raises:
         UserError: `vision_micro_tiles` with ZeRO-3.

@@ -76,10 +76,7 @@ def split(
         return _tree_fragments(record, position, budget, max_segment_tokens, oversize)
     if record.num_tokens <= room and record.num_tiles <= budget.max_tiles:
         return [whole(position, record.num_tokens, record.num_tiles, record.num_tile_pairs)]
-    size = (
-        f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}, "
-        f"a pack holds {room} and {budget.max_tiles}"
-    )
+    size = f"{_size_of(record)}, a pack holds {room} and {budget.max_tiles}"
     if oversize == "drop":
         raise SampleError("oversized_dropped", f"{size}: raise the budget, or set oversize to split")
     if oversize == "error":
@@ -93,6 +90,10 @@ def split(
         return [whole(position, stop, layout.tiles_before(stop), layout.tile_pairs(0, stop))]
 
     return _fragments(record, layout, position, room, budget.max_tiles, repeat_system_prompt)
+
+
+def _size_of(record: Record) -> str:
+    return f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}"
 
 
 def _cure(layout: _Layout, room: int, max_tiles: int) -> str:
@@ -154,7 +155,7 @@ def _tree_fragments(
     prefix, room = record.num_prefix_tokens, budget.max_segment_tokens
     lengths = [branch.num_tokens for branch in record.branches]
     longest = prefix + max(lengths)
-    size = f"sample {record.sample_id} has {count(record.num_tokens, 'tokens')} and {count(record.num_tiles, 'tiles')}"
+    size = _size_of(record)
     if longest > min(room, max_segment_tokens or room) or record.num_tiles > budget.max_tiles:
         tiles = count(record.num_tiles, "tiles")
         size = f"sample {record.sample_id} has an answer of {longest:,} tokens with its prompt, {tiles}"

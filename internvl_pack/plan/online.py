@@ -26,6 +26,11 @@ from .sequence import PlannedPack, Refused
 ALL_BAD_ROWS = 32
 
 
+def all_bad(dataset: str, num_bad: int, sample_id: str, error: SampleError) -> str:
+    """The message of a dataset whose first ALL_BAD_ROWS are bad."""
+    return f"dataset {dataset!r}: none of its first {num_bad} samples can be used; {sample_id}: {error}"
+
+
 class Lengths(Protocol):
     """What a plan reads of the survey."""
 
@@ -103,10 +108,8 @@ class SampleReader:
         if self._config.on_error == "stop" or error.reason == "oversized_error":
             raise UserError(f"{self._survey.sample_id(dataset, row)}: {error}")
         if self._bad[dataset] >= ALL_BAD_ROWS and not self._good[dataset]:
-            raise UserError(
-                f"dataset {self._mixture.parts[dataset].name!r}: none of its first {self._bad[dataset]} samples can "
-                f"be used; {self._survey.sample_id(dataset, row)}: {error}"
-            )
+            name = self._mixture.parts[dataset].name
+            raise UserError(all_bad(name, self._bad[dataset], self._survey.sample_id(dataset, row), error))
 
     def take_refused(self) -> list[Refused]:
         """Samples refused since this was last asked."""

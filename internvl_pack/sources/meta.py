@@ -69,7 +69,8 @@ class DatasetSpec:
         root = self.root or self.options.get("root")
         if not root or self.shards:
             return ""
-        return f"image names are joined to {root}; if they lie elsewhere, give that folder as 'root' in a meta file"
+        place = "in a meta file" if self.root else "in a meta file, beside a 'source' in its 'options'"
+        return f"image names are joined to {root}; if they lie elsewhere, give that folder as 'root' {place}"
 
 
 KEYS = tuple(each.name for each in fields(DatasetSpec) if each.name not in ("name", "meta_file", "hosts"))

@@ -24,7 +24,7 @@ from ..encode.video import PlannedFrame, PlannedVideo
 from ..errors import SampleError, UserError, isolate_sample_errors
 from ..order.mixture import Mixture
 from ..plan.groups import Step, StepPlan, deal
-from ..plan.online import ALL_BAD_ROWS
+from ..plan.online import ALL_BAD_ROWS, all_bad
 from ..plan.sequence import PlannedPack, Refused
 from ..records import Fragment
 from ..samples import Samples
@@ -250,28 +250,22 @@ class Reader:
         return PackRow(segments, tiles[:used])
 
     def _lose(self, fragment: Fragment, error: SampleError, progress: Progress) -> None:
-        name = self.segments.dataset(fragment)
+        name, sample_id = self.segments.dataset(fragment), self.segments.name(fragment)
         progress.lost.append((fragment, error.reason))
-        progress.events.append(self._loss(fragment, error))
+        detail = error.detail
+        if fragment.count > 1:
+            detail += f" (part {fragment.index + 1} of {fragment.count} of this sample; the others are trained)"
+        progress.events.append(self._event(sample_id, error.source, error.reason, detail))
         self._lost[name] += name not in self._decoded
         if self.stops:
-            progress.fatal = f"{self.segments.name(fragment)}: {error}"
+            progress.fatal = f"{sample_id}: {error}"
         elif self._lost[name] >= ALL_BAD_ROWS and name not in self._decoded:
-            progress.fatal = (
-                f"dataset {name!r}: none of its first {self._lost[name]} samples can be used; "
-                f"{self.segments.name(fragment)}: {error}"
-            )
+            progress.fatal = all_bad(name, self._lost[name], sample_id, error)
 
     def _refusal(self, refused: Refused) -> dict[str, Any]:
         place = Fragment(refused.position, 0, 1, 0, 0, 0, 0)
         source = refused.source or self.segments.origin(place)
         return self._event(self.segments.name(place), source, refused.reason, refused.detail)
-
-    def _loss(self, fragment: Fragment, error: SampleError) -> dict[str, Any]:
-        detail = error.detail
-        if fragment.count > 1:
-            detail += f" (part {fragment.index + 1} of {fragment.count} of this sample; the others are trained)"
-        return self._event(self.segments.name(fragment), error.source, error.reason, detail)
 
     def _event(self, sample_id: str, source: str | None, reason: str, detail: str) -> dict[str, Any]:
         about = {"id": sample_id, "source": source, "reason": reason, "detail": detail}
