@@ -309,7 +309,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Leave those lines of a file alone in it; where there are none, no file."""
+    """Keep only the wanted lines of a file; without any the file is removed."""
     kept = list(filter(wanted, _entries(path)))
     beside = path.with_suffix(".part")
     beside.unlink(missing_ok=True)

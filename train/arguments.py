@@ -351,7 +351,7 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
     )
     sharding: str | None = option(
         None,
-        "Weights, gradients and optimizer states in parts on all GPUs, by torch instead of DeepSpeed: fsdp2. Default: "
+        "Shard weights, gradients and optimizer states over all GPUs, by torch instead of DeepSpeed: fsdp2. Default: "
         "whole on each, or as --deepspeed says.",
         choices=("fsdp2",),
         page="performance.md#models-that-do-not-fit-zero-1",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_PACKS = 256  # real packs that are held against the estimate
+FIRST_PACKS = 256  # real packs that are compared with the estimate
 
 
 class EpochControl(TrainerCallback):
@@ -96,7 +96,7 @@ def untrained_by_text(trained: Mapping[str, bool], num_tiles: float) -> str | No
 
 
 class FirstPacks(TrainerCallback):
-    """Holds the first real packs against the estimate, once, and says where they differ."""
+    """Compares the first real packs with the estimate, once, and says where they differ."""
 
     def __init__(self, trainer: PackTrainer) -> None:
         self.trainer = trainer

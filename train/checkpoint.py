@@ -276,7 +276,7 @@ def _free(folder: Path) -> int:
 
 
 def give_usual_modes(folder: str | Path) -> None:
-    """Files as the umask has them, for others to read where it says so: safetensors writes them for the owner only."""
+    """Give files the modes of the umask: safetensors writes them for the owner only."""
     umask = os.umask(0)
     os.umask(umask)
     for path in Path(folder).iterdir():
@@ -323,8 +323,8 @@ def compared_options(args: TrainingArguments, fp8: str | None) -> dict[str, Any]
 
 
 def differences(state: Mapping[str, Any], args: TrainingArguments, fp8: str | None) -> list[str]:
-    """A line for each option that was given now and that the checkpoint's optimizer state overrules, and one where the
-    decoder multiplied in another format until the checkpoint, whose weights are the same in all.
+    """A line for each option of this run that the checkpoint's optimizer state overrules, and one where the decoder's
+    products change their format (fp8); the weights are the same in all formats.
 
     Args:
         fp8: the recipe of this run, None for none.

@@ -74,7 +74,7 @@ def _slurm_world(env: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def telling_of_ports() -> Iterator[None]:
-    """A port that is taken, where ranks meet inside, is one line.
+    """Inside, a port that is taken where ranks meet is an error of one line.
 
     Raises:
         UserError: names it.

@@ -316,7 +316,7 @@ def load_model(
 def make_objective(
     loss: PreferenceLoss, begun: Begun, model_args: ModelArguments, args: PackTrainingArguments
 ) -> PairObjective:
-    """What trains on pairs, with what their answers are held against.
+    """The loss of pairs with its reference model.
 
     Raises:
         UserError: a table of another model, or of other options.

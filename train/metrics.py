@@ -20,7 +20,7 @@ WARM_UP_STEPS = 2  # steps left out of the speed: allocation, compilation, first
 
 
 class StepMetrics:
-    """Figures of the steps since the last log, summed over data ranks; those a GPU are of all ranks.
+    """Figures of the steps since the last log, summed over data ranks; `..._per_gpu` is divided by all ranks.
 
     Args:
         config: of the packs.

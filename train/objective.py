@@ -1,4 +1,4 @@
-"""--objective dpo | mpo: the loss of pairs in the trainer, with what it is held against.
+"""--objective dpo | mpo: the loss of pairs in the trainer, with its reference model.
 
     reference  ->  log-probabilities of both answers, (P, 2), without a gradient
     policy     ->  the same with theirs                            losses  ->  sums, one all-reduce a step  ->  logs
@@ -42,7 +42,7 @@ STATE = "objective"  # in packing_state.json
 KEYS = ("pairs", "branch_keys")  # of a batch, which the model does not read
 
 
-# --- what answers are held against ----------------------------------------------------------------
+# --- references ------------------------------------------------------------------------------------
 
 
 class FrozenCopy:
@@ -99,7 +99,7 @@ class PairObjective(TrainerCallback):
 
     Args:
         loss: of the pairs.
-        reference: what answers are held against.
+        reference: gives the log-probabilities that the policy's are compared with.
         ranks, device: of the run.
     """
 

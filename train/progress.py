@@ -38,7 +38,7 @@ class ConsoleProgress(TrainerCallback):
     """The run on the first rank's console.
 
     Args:
-        packs: how many the run's first so many steps train on.
+        packs: packs(n) of the run's first n steps.
     """
 
     def __init__(self, packs: Callable[[int], float], name: str = "train", stream: TextIO | None = None) -> None:
@@ -46,7 +46,9 @@ class ConsoleProgress(TrainerCallback):
         self.name = name
         self.stream = stream or sys.stderr
         self.bar: Any = None
-        self.marks: list[tuple[float, int]] = []  # seconds by the clock, steps made before: of the first, and past them
+        self.marks: list[
+            tuple[float, int]
+        ] = []  # (clock in seconds, steps made): at the first step, and after the warm-up
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.marks = []
@@ -104,7 +106,7 @@ class ConsoleProgress(TrainerCallback):
             self.bar = None
 
     def _time_left(self, step: int, total: int) -> timedelta:
-        """By packs, at the pace of this process's steps, of the later ones where there are some; whole seconds."""
+        """By packs, at the pace of this process's steps, without the warm-up once it is over; whole seconds."""
         began, before = next(mark for mark in reversed(self.marks) if mark[1] < step)
         a_pack = (time.monotonic() - began) / max(1.0, self.packs(step) - self.packs(before))
         return timedelta(seconds=round(a_pack * (self.packs(total) - self.packs(step))))

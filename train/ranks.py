@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 def lay_out_gradients(model: torch.nn.Module) -> None:
-    """Give gradients of one row the strides of their parameters, as DDP's buckets have them; it warns of others.
+    """Give gradients of one row the strides of their parameters, as DDP's buckets have them; DDP warns of others.
 
     The class token's gradient is a slice of the images' where a row has one tile. That of the position embeddings is
     then all of it: each gets memory of its own, since the gradients of later rows are added in place.

@@ -44,7 +44,7 @@ HOURS_TO_CONVERT = timedelta(hours=6)
 
 
 class ResumableTrainer(StepTrainer):
-    """Saves and loads weights, the optimizer and the state of the plan; whoever derives it has the parts named here."""
+    """Saves and loads weights, the optimizer and the state of the plan; its subclass sets what is declared here."""
 
     args: PackTrainingArguments
     saving: Saving

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 
 class RouterLoss:
-    """The loss of one step after the other.
+    """The balance loss, a step at a time.
 
     Args:
         coefficient: what it is multiplied by.

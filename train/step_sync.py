@@ -62,7 +62,7 @@ class StepSync:
         return step, sums
 
     def batches(self, loader: PackLoader) -> Iterator[Batch]:
-        """One pass over a loader, as long on every rank: one that has no batch any more gets fillers.
+        """One pass over a loader, equally long on every rank: one without a batch left gets fillers.
 
         Raises:
             UserError, RuntimeError: as `next_step`.

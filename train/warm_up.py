@@ -35,7 +35,7 @@ CACHE = "compiler_cache"  # folder within the output folder
 
 
 def keep_compiled(output_dir: str | Path) -> None:
-    """Let compilers keep what they make beside the checkpoints, unless the environment says where; before the first."""
+    """Let compilers keep what they make beside the checkpoints, unless the environment says where; called first."""
     folder = Path(output_dir).absolute() / CACHE
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
@@ -150,7 +150,7 @@ class WarmUp(TrainerCallback):
 def forward_and_backward(
     trainer: PackTrainer, batch: dict[str, Any], between: Callable[[], None] = lambda: None
 ) -> None:
-    """Of a row, as a step would make them, and all as it was; all ranks call it together.
+    """Those of a row, as in a step, leaving nothing behind; all ranks call it together.
 
     Args:
         between: called between forward and backward.

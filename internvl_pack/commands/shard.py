@@ -98,10 +98,13 @@ class Output(NamedTuple):
 
 
 def _output_of(pattern: str, name: str, *, alone: bool) -> Output:
-    """The output of each dataset.
+    """The output of one dataset.
+
+    Args:
+        alone: whether it is the meta file's only one.
 
     Raises:
-        UserError: `pattern` is none, or gives no path of its own for each dataset.
+        UserError: `pattern` is none, or has no {name} where there are several datasets.
     """
     if not alone and "{name}" not in pattern:
         raise UserError(

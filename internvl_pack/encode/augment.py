@@ -14,7 +14,7 @@ MIN_QUALITY, MAX_QUALITY = 75, 100
 
 
 def draw(below: int, *seed: object) -> int:
-    """A number from 0 to below - 1 that is a function of `seed`."""
+    """A number in range(below), a function of `seed`."""
     digest = hashlib.blake2b("\n".join(map(str, seed)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % below
 

@@ -186,7 +186,7 @@ def _iso_kind(head: bytes) -> str | None:
 
 
 def _looks(head: bytes) -> str:
-    """What a file that is no image seems to be, for the message, which reports repeat: not a word of its contents."""
+    """What a file that is no image seems to be, for messages. Reports repeat these, so its contents are not quoted."""
     if _iso_kind(head) == "HEIC":
         return "is HEIC, which is not read: convert it"
     if (words := _found(_KNOWN_OTHERWISE, head)) is not None:
@@ -459,7 +459,7 @@ def _by_pillow(name: str, pillow_name: str, data: bytes) -> Header:
 
 
 def _check_tiff_tiles(image: PillowImage) -> None:
-    """A tile of its own size is decoded whole, however little of it the picture shows."""
+    """Refuse tiles far larger than the picture: a tile is decoded whole, however little of it shows."""
     across, down = (image.tag_v2.get(tag, 0) for tag in (322, 323))  # type: ignore[attr-defined]
     if (
         isinstance(across, int)
@@ -471,7 +471,7 @@ def _check_tiff_tiles(image: PillowImage) -> None:
 
 @contextmanager
 def quiet(pillow_name: str) -> Iterator[None]:
-    """Pillow warns of what it then raises or does about a TIFF or ICO; a rejected sample is reported once."""
+    """Silence Pillow's warnings of a TIFF or ICO: it raises, too, and a rejected sample is reported once."""
     if pillow_name not in ("TIFF", "ICO"):
         yield
         return

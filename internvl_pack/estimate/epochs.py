@@ -1,7 +1,7 @@
-"""How many steps an epoch has and what its packs hold: counted by the very plan where that is quick, else estimated.
+"""How many steps an epoch has and what its packs hold: counted by planning it where that is quick, else estimated.
 
-    estimate_epochs: the plan of each epoch, followed to its end            -> exact
-                     or of positions evenly apart, packed as one epoch is   -> scaled up to the epoch
+    estimate_epochs: each epoch, planned to its end          -> exact
+                     or evenly spaced positions, planned     -> scaled up to the epoch
 
 `follow_plan` is common to all that report packs: training's first line, `stats` and `simulate`.
 """
@@ -116,7 +116,7 @@ def _costs(step: Step, budget: Budget, cost: CostModel, num_ranks: int) -> list[
 
 
 class WatchedPacks(OnlinePacks):
-    """Online packs of which is counted how long fragments wait, and how full packs are while others wait.
+    """Online packs that count how long fragments wait, and how full packs are while the order goes on.
 
     Attributes:
         waits: fragments by the samples that were read between them and their pack.
@@ -145,7 +145,7 @@ class WatchedPacks(OnlinePacks):
 
 
 class Spread(Mixture):
-    """Up to `most` positions of an epoch, evenly apart, as an order of their own; all of them in the epoch's order."""
+    """Up to `most` evenly spaced positions of an epoch as an order of their own; if that is all, the epoch's order."""
 
     def __init__(self, mixture: Mixture, most: int) -> None:
         self.parts, self.of_epoch = mixture.parts, mixture.epoch
@@ -164,7 +164,7 @@ class Spread(Mixture):
 
     def _take(self, positions: np.ndarray) -> None:
         self._taken = positions
-        self.epoch = -len(positions)  # that no run has: parts of the survey bear its number
+        self.epoch = -len(positions)  # no run has it: the survey keeps parts by epoch
 
     def __len__(self) -> int:
         return len(self._taken)

@@ -214,7 +214,7 @@ def _shrink_tower(vision: dict[str, Any], decoder_width: int) -> None:
 
 
 def _shrink_layers(part: dict[str, Any], count: str) -> None:
-    """Also what is listed layer by layer; places named in it become every second layer, of kinds all stay."""
+    """Also lists by layer: listed layer numbers become every second one, of kinds of layers all stay."""
     layers = part[count]
     part[count] = few = min(LAYERS, layers)
     for name, value in part.items():

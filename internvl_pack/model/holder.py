@@ -39,7 +39,7 @@ class ModelHolder(nn.Module):
         self.register_load_state_dict_pre_hook(_refuse_other_names)
 
     def train(self: _Holder, mode: bool = True) -> _Holder:
-        """As of any module, but at once where it is so already: a Trainer says it before every row."""
+        """As of any module, but no walk over all modules where the mode is set: a Trainer calls it for every row."""
         return self if self.training == mode else super().train(mode)
 
     @property
@@ -141,7 +141,7 @@ def inner_names(state_dict: dict, model: nn.Module) -> dict:
 
 
 def _refuse_other_names(holder: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
-    """A saved checkpoint's names fit none of the parameters: loaded leniently, it would change nothing at all."""
+    """Refuse a checkpoint whose names fit none of the parameters: loaded leniently, it would change nothing."""
     own = [prefix + name for name in holder.state_dict()]
     if not any(name in state_dict for name in own):
         raise ValueError("no name of this state dict is a parameter's: to load a saved checkpoint use load_pretrained")

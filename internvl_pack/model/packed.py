@@ -89,7 +89,7 @@ class PackedModel(ModelHolder):
             implementation of `register_packed_attention`. Known families are listed in families.py.
         head_chunk_tokens: labelled tokens whose logits exist at once.
         vision_micro_tiles: tiles that go through the vision tower at once; None for all.
-        family: whose rules its pictures go by, if not its own's; family_check.py has compared then.
+        family: the one by whose rules its pictures go, where it is not the model's own; compared by family_check.py.
 
     Raises:
         UserError: a family that cannot be packed.

@@ -1,4 +1,4 @@
-"""`--sharding fsdp2`: weights, gradients and optimizer states in parts on all ranks, by torch's `fully_shard`.
+"""`--sharding fsdp2`: weights, gradients and optimizer states sharded over all ranks, by torch's `fully_shard`.
 
     one gather each        embeddings | a vision layer ... | a decoder layer ... | head         freed after use
     for the whole pass     what is left: patch embedding, projector, the last norm, tied embeddings
@@ -97,7 +97,7 @@ def _mesh(device: torch.device) -> Any:
 
 
 def _piece(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), "taken before"
+    assert isinstance(module, FSDPModule), "sharded before"
     return module
 
 

@@ -85,7 +85,11 @@ class Mixture:
         seed, epoch: both change the order; nothing else does.
         shuffle: False walks the datasets in order, each row of `counts` in its own order (evaluation).
         replacement: every position draws a row independently, so that some come twice and some never.
+        use_data_resampling: see `mixture_counts`.
         shuffle_buffer_size: positions that are shuffled together in a local order; None shuffles all of them.
+
+    Raises:
+        UserError: as `mixture_counts`.
     """
 
     def __init__(

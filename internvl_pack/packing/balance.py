@@ -93,8 +93,8 @@ class Balance:
         self.figures["tokens_bind"] = 1
 
     def sizes(self, item: Packable) -> tuple[int, int, int, int]:
-        """(tokens, tiles, square, pairs) of a fragment: tokens aligned, in units what attention costs among them and
-        within its pictures, and its squared length, or what a tree has of it (cost.py).
+        """(tokens, tiles, square, pairs) of a fragment: aligned tokens, tiles, the cost of attention in units (among
+        tokens and within pictures), and pairs of tokens, of a tree only those that see each other (cost.py).
         """
         tokens = self.budget.aligned(item.num_tokens)
         pairs = tokens * tokens - item.num_unseen_pairs

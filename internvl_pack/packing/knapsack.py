@@ -111,7 +111,7 @@ class SubsetSums:
                 yield row, bits.bit_length() - 1
 
     def lower_rows(self, top: int, rows: int, most_tiles: int) -> Iterator[tuple[int, int]]:
-        """Of row `top` and `rows` below the reachable state (row, column) of the most tiles up to `most_tiles`."""
+        """In row `top` and in each of `rows` below it, (row, column) with the most tiles up to `most_tiles`."""
         mask = (1 << (min(most_tiles // self.tile_step, self._last_column) + 1)) - 1
         for row in range(top, max(-1, top - rows - 1), -1):
             bits = self._all >> (row * self.width) & mask

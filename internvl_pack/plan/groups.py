@@ -198,7 +198,7 @@ def deal(step: Step, num_ranks: int, packs_per_batch: int = 1) -> list[list[list
 
 
 def parted(packs: Sequence[PlannedPack], num_parts: int) -> list[PlannedPack]:
-    """The packs cut into `num_parts` packs, fewer where there are fewer fragments, each into as many as the others.
+    """The packs cut into `num_parts` packs, each into equally many; fewer where there are fewer fragments.
 
     A part goes with the fewest tokens first, so that parts of a pack are as even as greed makes them.
     """

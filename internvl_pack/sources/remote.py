@@ -222,7 +222,7 @@ class HttpStore:
                 raise _TryAgainError(f"the connection ended after {seen} of {announced} bytes")
 
     def _check_version(self, headers: Mapping[str, str], known: Version) -> None:
-        """What comes is of the file that earlier bytes were of; bytes of two must not be joined."""
+        """Refuse bytes of another version of the file than the earlier ones: the two must not be joined."""
         for name in ("ETag", "Last-Modified"):
             if name in headers and known.setdefault(name, headers[name]) != headers[name]:
                 raise RemoteError(self.address, f"it changed while it was read ({name})")
@@ -376,7 +376,7 @@ def cached(address: str) -> str | None:
 
 
 def image_copy_of(address: str, *, limit: int | None = None) -> str:
-    """As `copy_of` of an image or video, asking once a run about a copy of an earlier one, if in the default folder."""
+    """As `copy_of`, of an image or video: in the default folder an earlier run's copy is checked once a run."""
     check = False
     if not os.environ.get("INTERNVL_PACK_CACHE"):
         with contextlib.suppress(FileNotFoundError):

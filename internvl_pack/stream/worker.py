@@ -17,7 +17,7 @@ _threads: dict[int, threading.Thread] = {}  # by process: a fork has none
 
 
 class ReaderProcesses(_MultiProcessingDataLoaderIter):
-    """torch's iterator over batches of reader processes, whose end does not wait for what they are at.
+    """torch's iterator over batches of reader processes, ended without waiting for what they are doing.
 
     torch tells all of them to end, and then waits 5 s for one after the other: a reader that measures or decodes looks
     at no message meanwhile, and eight of them would keep a run that a mistake has ended for 40 s.

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def crowd_of(tiles: Sequence[int]) -> int:
-    """Of how many pictures of one size the squares of these pictures' tiles add up alike, to 9 %, as five bits.
+    """How many pictures of one size have the same sum of squared tiles as these, to 9 %, as five bits.
 
     0 where there are no pictures; one picture, and 2, 4, 8 ... of one size, are exact.
     """
@@ -66,12 +66,12 @@ def crowd_of(tiles: Sequence[int]) -> int:
 
 
 def crowds_of(pictures: np.ndarray) -> np.ndarray:
-    """Of numbers of pictures of one size, at least 1."""
+    """As `crowd_of`, from numbers of pictures of one size, at least 1."""
     return np.clip(1 + np.rint(4 * np.log2(pictures)), 1, len(_CROWDS) - 1)
 
 
 def tile_pairs(num_tiles: int, crowd: int) -> int:
-    """The sum of the pictures' squared tiles, as a crowd says it; 0 for the crowd 0."""
+    """The sum of the pictures' squared tiles that a crowd stands for; 0 for the crowd 0."""
     return num_tiles**2 * 1024 // _CROWDS[crowd] if crowd else 0
 
 
@@ -247,7 +247,7 @@ class SurveyTable:
             return self._mapped(path)
 
     def _mapped(self, path: Path) -> np.ndarray:
-        """The table, written in place; of another user's what is measured beside it stays with this process."""
+        """The table, written in place; what is measured beside another user's table stays with this process."""
         found = np.lib.format.open_memmap(path, mode="c")  # which, unlike "r+", refuses a cut file
         if (found.shape, found.dtype) != ((self.key.num_rows,), np.dtype(np.uint64)):
             raise ValueError("it is of another shape")

@@ -124,7 +124,7 @@ class NativePictures(Bordered):
 
     @classmethod
     def _bounds(cls, low: int | None, high: int | None) -> tuple[int, int]:
-        """Of pixels, the family's where none are given."""
+        """Least and most pixels: those that are given, else the family's."""
         return cls.MIN_PIXELS if low is None else low, cls.MAX_PIXELS if high is None else high
 
     @staticmethod
