@@ -258,3 +258,10 @@ def test_comments_beside_datasets_are_passed_over(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "meta.json").write_text(json.dumps({"_by": "us", "_list": [1], "a": {"annotation": "a.jsonl"}}))
     assert [spec.name for spec in load_meta(tmp_path / "meta.json")] == ["a"]
+
+
+def test_the_hint_for_missing_images_names_the_key_that_is_read():
+    beside = DatasetSpec(name="a", root="/images").where_images_are
+    assert "joined to /images" in beside and beside.endswith("as 'root' in a meta file")
+    of_a_kind = DatasetSpec(name="a", source="mine", options={"root": "/images"}).where_images_are
+    assert "joined to /images" in of_a_kind and of_a_kind.endswith("beside a 'source' in its 'options'")
