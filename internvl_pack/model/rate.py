@@ -13,6 +13,7 @@ as large as can be timed in SECONDS.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from .parts import decoder_layers, vision_layers
 from .vision import use_tile_attention
 
 VISION_LAYERS, DECODER_LAYERS = 2, 3  # of the model that is timed; one and two of them are taken away
-REPEATS = 3  # after a first, of which the fastest counts; two on a CPU
+REPEATS = 5  # on a GPU
+SETTLE = 3.0  # seconds of work before them
 SECONDS = 30.0  # that a CPU may take
 SMALLEST = 512  # tokens of a row
 
@@ -220,20 +222,31 @@ def _whole_row(packed: PackedModel, row: list[tuple[int, int]], depths: tuple[in
     return seconds
 
 
-def _seconds(packed: PackedModel, row: list[tuple[int, int]], repeats: int | None = None) -> float:
-    """Of forward and backward, the fastest of `repeats` after a first; where there is no other, the first."""
+def _seconds(packed: PackedModel, row: list[tuple[int, int]], repeats: int = 1) -> float:
+    """Of forward and backward.
+
+    On a GPU the median of REPEATS, once SETTLE seconds of the same have brought its clock down to what its power
+    allows; on a CPU the fastest of a first and `repeats` more.
+    """
     batch = _batch(packed, row)
     on_gpu = batch["input_ids"].is_cuda
-    repeats = (REPEATS if on_gpu else 1) if repeats is None else repeats
-    times = []
-    for _ in range(repeats + 1):
+
+    def timed() -> float:
         begun = time.perf_counter()
         packed(**batch).loss.backward()
         if on_gpu:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
         packed.zero_grad(set_to_none=True)
-    return min(times[1:] if on_gpu else times)
+        return seconds
+
+    first = timed()  # compiles
+    if not on_gpu:
+        return min([first, *(timed() for _ in range(repeats))])
+    settled = time.perf_counter() + SETTLE
+    while time.perf_counter() < settled:
+        timed()
+    return statistics.median(timed() for _ in range(REPEATS))
 
 
 def _batch(packed: PackedModel, row: list[tuple[int, int]]) -> dict[str, Any]:
