@@ -122,4 +122,4 @@ def install(trainer: PackTrainer, name: str = "train") -> None:
     """Put `ConsoleProgress` in the place of the Trainer's own bar or printer."""
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(ConsoleProgress(lambda steps: trainer.estimate.packs(steps), name))
+    trainer.add_callback(ConsoleProgress(lambda steps: trainer.estimate.packs(steps - trainer.steps_ahead), name))

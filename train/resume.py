@@ -7,6 +7,7 @@ which is written last: its presence marks the checkpoint as complete.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers.trainer import SCHEDULER_NAME
 
+from internvl_pack.estimate.figures import RunEstimate
+from internvl_pack.ledger import Losses
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.options import count
 from internvl_pack.stream.loader import PackLoader
@@ -41,10 +44,16 @@ from .saving import Saving
 logger = logging.getLogger(__name__)
 
 HOURS_TO_CONVERT = timedelta(hours=6)
+SCHEDULE = "schedule"  # in a checkpoint: packs_per_step and steps_ahead of the run that wrote it
 
 
 class ResumableTrainer(StepTrainer):
-    """Saves and loads weights, the optimizer and the state of the plan; its subclass sets what is declared here."""
+    """Saves and loads weights, the optimizer and the state of the plan; its subclass sets what is declared here.
+
+    Attributes:
+        steps_ahead: steps made beyond those that this run's packs a step would have made of the same samples; 0 where
+            their number never changed.
+    """
 
     args: PackTrainingArguments
     saving: Saving
@@ -52,6 +61,9 @@ class ResumableTrainer(StepTrainer):
     ledgers: Ledgers
     metrics: StepMetrics
     objective: PairObjective | None
+    estimate: RunEstimate
+    steps_ahead = 0
+    _schedule_moved = 0  # steps that the checkpoint's schedule is ahead of the samples by this run's packs a step
     _gathered: dict[str, torch.Tensor] | None = None  # the model that is being saved, where ranks have parts of it
 
     @property
@@ -100,7 +112,30 @@ class ResumableTrainer(StepTrainer):
         self.metrics.total = dict(state.get("totals", {}))
         if self.objective is not None and STATE in state:
             self.objective.load_state_dict(state[STATE], check_options=not self.args.resume_ignore_options)
+        if self.args.max_steps <= 0:
+            self._follow_samples(state)
         return self.loader.epoch, 0
+
+    def _follow_samples(self, state: dict[str, Any]) -> None:
+        """Where packs a step have changed, so has the number of steps: the schedule goes on by the share of samples."""
+        loader, estimate = self.loader, self.estimate
+        now, epoch = loader.packs_per_step, loader.epoch
+        before = state.get(SCHEDULE, {"packs_per_step": (state.get("plan") or {}).get("packs_per_step", now)})
+        self.steps_ahead = was_ahead = before.get("steps_ahead", 0)
+        made, whole = self.state.global_step, self.state.max_steps
+        if before["packs_per_step"] != now:
+            ledger = loader.ledger_of(Losses())
+            share = (ledger.samples_in - ledger.samples_waiting) / max(1, loader.packed_dataset.num_positions)
+            packs = estimate.epochs[min(epoch, len(estimate.epochs) - 1)].packs
+            left = math.ceil(round(packs * (1 - min(1.0, share))) / now)  # steps of this epoch
+            to_come = max(0, whole - estimate.total_steps(epoch + 1) + left)
+            self.steps_ahead = made + to_come - whole
+            self._schedule_moved = self.steps_ahead - was_ahead
+            logger.warning(
+                "resume: %s made, %d to come; the learning rate goes on by the share of samples trained",
+                *(count(made, "steps"), to_come),
+            )
+        self.state.max_steps = whole + self.steps_ahead
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Weights of a checkpoint that `_save` wrote; DeepSpeed loads its own, and so does what is sharded."""
@@ -111,10 +146,15 @@ class ResumableTrainer(StepTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self.args.sharding:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        sharded.load(checkpoint, self.packed_model, self.optimizer, self.ranks)
-        assert self.lr_scheduler is not None, "it is made before"
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        else:
+            sharded.load(checkpoint, self.packed_model, self.optimizer, self.ranks)
+            assert self.lr_scheduler is not None, "it is made before"
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        if checkpoint is not None and self._schedule_moved:
+            assert self.lr_scheduler is not None, "it is made before"
+            place = self.lr_scheduler.state_dict()
+            if "last_epoch" in place:  # not in those of a DeepSpeed config
+                self.lr_scheduler.load_state_dict(place | {"last_epoch": place["last_epoch"] - self._schedule_moved})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.sharding:
@@ -173,6 +213,7 @@ class ResumableTrainer(StepTrainer):
                 "sequence_parallel_size": self.ranks.sequence_parallel_size,
                 "ended": self.ledgers.state_dict(),
                 "totals": self.metrics.total,
+                SCHEDULE: {"packs_per_step": self.loader.packs_per_step, "steps_ahead": self.steps_ahead},
                 **compared_options(self.args, self.packed_model.fp8),
             }
             if self.objective is not None:

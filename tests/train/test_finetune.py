@@ -85,6 +85,27 @@ def test_going_on_from_the_very_end_of_an_epoch_trains_the_next_one_in_full(trai
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+def test_on_other_packs_a_step_the_learning_rate_goes_on_by_the_share_of_samples(train, tmp_path):
+    """A run that goes on with two packs a step instead of one, and is resumed once more without a change."""
+    options = ("--use_packed_ds", "True", "--num_train_epochs", "4", "--save_steps", "1")
+
+    def rates(name: str, packs: int, *more: str) -> dict[int, float]:
+        assert train(*options, "--gradient_accumulation_steps", str(packs), *more, out=tmp_path / name) == 0
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        return {entry["step"]: entry["learning_rate"] for entry in history if "loss" in entry}
+
+    one, two = rates("one", 1), rates("two", 2)
+    assert len(one) > 1.5 * len(two), "fewer steps with two packs each"
+    at = len(one) // 2 + 1  # within an epoch
+    moved = rates("moved", 2, "--resume_from_checkpoint", str(tmp_path / "one" / f"checkpoint-{at}"))
+    assert moved[at] == one[at]
+    rest = [moved[step] for step in range(at + 2, len(moved) + 1)]
+    assert abs(len(moved) - at - len(two) / 2) <= 1, "half of the steps were to come"
+    assert rest == pytest.approx(list(two.values())[-len(rest) :], rel=1e-6), "and have the last rates of such a run"
+    again = rates("again", 2, "--resume_from_checkpoint", str(tmp_path / "moved" / f"checkpoint-{at + 2}"))
+    assert again == moved
+
+
 @pytest.mark.parametrize(("length", "steps"), [(("--max_steps", "2"), 2), (("--num_train_epochs", "1"), None)])
 def test_resuming_a_run_that_had_ended_says_so_and_changes_nothing(train, tmp_path, capfd, length, steps):
     options = ("--use_packed_ds", "True", *length, "--save_steps", "2", "--resume_from_checkpoint", "auto")
