@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def write(args: argparse.Namespace) -> None:
     Raises:
         UserError: sizes that do not go together, or a meta file without texts.
     """
+    import torch
     from safetensors import safe_open
     from transformers.utils import logging as transformers_logging
 
@@ -76,6 +78,8 @@ def write(args: argparse.Namespace) -> None:
     if args.hidden_size < 32 or args.hidden_size % 32:
         raise UserError(f"--hidden_size {args.hidden_size}: give a multiple of 32 (4 heads of a multiple of 8)")
     transformers_logging.disable_progress_bar()
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it has to find out
     texts: list[str] = []
     for spec in load_meta(args.meta_path):
         texts += source_texts([open_source(spec)])

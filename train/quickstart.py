@@ -143,6 +143,11 @@ def table(packed: dict[str, Any], padded: dict[str, Any], avoided: float) -> lis
         f"{packed['num_images_expected']} tiles"
     )
     body = [f"  {name:<26}{left:>14}{right:>14}" for name, left, right in rows]
+    if packed["steps"] != padded["steps"]:
+        body.append(
+            f"  the runs made {packed['steps']:,} and {padded['steps']:,} steps at one learning rate: "
+            "more steps train further"
+        )
     return ["", title, *body, "", "ledger of the packed run", *(f"  {line}" for line in ledger.lines()), ""]
 
 

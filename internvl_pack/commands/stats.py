@@ -143,7 +143,7 @@ def _show(r: dict[str, Any]) -> None:
         f"{count(budget['packs_a_step'], 'packs')} a step: "
         f"{count(r['steps_an_epoch'], 'steps')} an epoch, {p['steps_over_bound']:.3f} times the least possible"
         + ("" if p["exact"] else f" (extrapolated from {count(p['planned_samples'], 'samples')})")
-        + (f"; refused by the budgets: {refused}" if refused else ""),
+        + (f"; left out: {refused}" if refused else ""),
         f"padding avoided: of batches of 4 padded to their longest {pad['batch_4']:.1%} would be padding, of 16 "
         f"{pad['batch_16']:.1%}; of packed rows {pad['packed']:.1%}",
     ]

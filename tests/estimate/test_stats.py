@@ -131,6 +131,7 @@ def test_bad_samples_are_counted_and_named_by_reason(tmp_path, tokenizer_dir, ca
     out = capsys.readouterr().out
     got = json.loads(out.splitlines()[-1])
     assert got["samples"] == 40 and got["good"] == 38 and sum(got["reasons"].values()) == got["bad"] == 2
+    assert f"; left out: {', '.join(f'{n} {reason}' for reason, n in got['reasons'].items())}\n" in out
     for reason in got["reasons"]:
         assert reason in out.split("{")[0]
     assert any("made.jsonl:line 4" in detail for details in got["examples"].values() for detail in details)

@@ -70,6 +70,14 @@ def test_the_last_line_is_the_summary_with_every_required_figure(folders, capsys
     assert (summary["token_fill"], summary["token_fill_padded"]) == (0.9877, 0.6)
 
 
+def test_runs_of_other_numbers_of_steps_are_not_compared_by_their_losses_without_a_word(folders, capsys, tmp_path):
+    assert quickstart.main(["compare", *folders]) == 0
+    assert "train further" not in capsys.readouterr().out
+    (tmp_path / "padded" / "train_summary.json").write_text(json.dumps(run_summary(**PADDED, steps=65)))
+    assert quickstart.main(["compare", *folders]) == 0
+    assert "made 60 and 65 steps at one learning rate" in capsys.readouterr().out
+
+
 def test_the_table_is_narrow_and_tells_what_left_and_why(folders, capsys):
     assert quickstart.main(["compare", *folders]) == 0
     lines = capsys.readouterr().out.splitlines()[:-1]
