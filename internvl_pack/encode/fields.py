@@ -22,7 +22,7 @@ TRAINING_FLAGS = ("loss", "weight", "train", "trainable", "loss_mask")
 # A record's own system prompt, where its turns have none.
 SYSTEM_FIELDS = ("system", "system_prompt")
 
-# Whether a record's answer is a good one, as data for KTO says it; false refuses the sample (trees.py).
+# Whether a record's answer is a good one, as data for KTO says it.
 LABELS = ("label", "kto_tag")
 
 # They change what is to be learnt and no template here writes them: filled, they refuse the sample.
@@ -75,6 +75,15 @@ def is_answer(value: Any) -> bool:
 def is_preference(data: Mapping[str, Any]) -> bool:
     """Whether a record holds a preferred answer and a rejected one."""
     return is_answer(data.get("chosen")) and is_answer(data.get("rejected"))
+
+
+def bad_label(data: Mapping[str, Any]) -> str | None:
+    """The field that does not call a record's answer a good one: `label` where it is false, since it may be anything
+    else's, and `kto_tag` unless it is true."""
+    if data.get("label") is False:
+        return "label"
+    tag = data.get("kto_tag")
+    return None if tag in (None, "", 1) or str(tag).lower() == "true" else "kto_tag"
 
 
 def refuse_fields(data: Mapping[str, Any]) -> None:

@@ -297,7 +297,7 @@ class Encoder:
         """The prefix that the answers have in common, and a branch for each: the ids that it has alone, from there on.
 
         Raises:
-            SampleError: `answers`, an image is not before all of them.
+            SampleError: `answers`, an image is not before all of them, or those of a pair are the same.
         """
         alone: list[Encoded] = []
         for each, _ in outline.answers:
@@ -311,6 +311,9 @@ class Encoder:
         is_image = np.isin(first.input_ids, self.picture_token_ids)
         if begin < 1 or is_image[begin:].any() or any(one.images != first.images for one in alone):
             raise SampleError("answers", "the answers do not begin with the same prompt and images")
+        is_pair = self.config.objective != "sft"
+        if is_pair and np.array_equal(alone[0].input_ids, alone[1].input_ids):
+            raise SampleError("answers", "'chosen' and 'rejected' are the same answer, so neither is preferred")
         branches = tuple(
             Branch(
                 len(one.input_ids) - begin, one.record.num_loss_tokens, answer.weight, answer.reward, answer.sample_id
@@ -326,7 +329,7 @@ class Encoder:
             sum(branch.num_loss_tokens for branch in branches),
             (Span(begin, first.record.num_tiles), *(Span(b.num_tokens, ends_turn=True) for b in branches)),
             branches=branches,
-            is_pair=self.config.objective != "sft",
+            is_pair=is_pair,
         )
         return Encoded(record, input_ids, labels, first.images, outline.data_augment)
 

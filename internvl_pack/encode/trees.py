@@ -9,13 +9,12 @@ has the table of forms.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import SampleError
 from ..sources.normalise import ANSWERS, normalised
-from .fields import LABELS, TRAINING_FLAGS, is_answer, is_filled, is_preference
+from .fields import TRAINING_FLAGS, bad_label, is_answer, is_filled, is_preference
 
 OBJECTIVES = ("sft", "dpo", "mpo")
 MAX_ANSWERS = 4096
@@ -23,7 +22,7 @@ MAX_ANSWERS = 4096
 # What a record may hold instead of a conversation.
 PROMPTS = ("prompt", "question")
 
-_LARGEST = sys.float_info.max
+_LARGEST = 1e24  # of weights and rewards: float32 holds the sums of a step
 _ASSISTANT = ("gpt", "assistant")
 _ASKING = ("system", "human", "user")
 
@@ -49,11 +48,11 @@ def answers_of(data: Mapping[str, Any], objective: str) -> list[Answer] | None:
             that is labelled as a bad one; `answers`, a form that is none of those in docs/data.md.
     """
     is_pair = is_preference(data) or is_answer(data.get("rejected_response"))
-    if not is_pair and (label := next((name for name in LABELS if data.get(name) is False), None)):
+    if not is_pair and (label := bad_label(data)):
         raise SampleError(
             "preference_data",
-            f"{label!r} is false: its answer is a bad one, as data for KTO has it; leave it out, or write it as "
-            "'rejected' beside a good answer as 'chosen'",
+            f"{label!r} is {str(data[label])[:40].lower()}: its answer is a bad one, as data for KTO has it; leave it "
+            "out, or write it as 'rejected' beside a good answer as 'chosen'",
         )
     if is_pair and objective == "sft":
         raise SampleError(
@@ -136,7 +135,7 @@ def _number(value: Any, name: str, number: int) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
-        raise _bad(f"{name!r} of answer {number} is {str(value)[:40]!r}, not a number")
+        raise _bad(f"{name!r} of answer {number} is {str(value)[:40]!r}, not a number of at most {_LARGEST:g}")
     if name == "weight" and value < 0:
         raise _bad(f"'weight' of answer {number} is {value}, below 0")
     return float(value)

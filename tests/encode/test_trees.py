@@ -149,7 +149,7 @@ def test_answers_beside_a_conversation_that_has_one_are_not_read(tokenizer):
     np.testing.assert_array_equal(with_answers.input_ids, without.input_ids)
 
 
-@pytest.mark.parametrize("fields", [{"label": True}, {"label": 0}, {"kto_tag": True, "label": "cat"}])
+@pytest.mark.parametrize("fields", [{"label": True}, {"label": 0}, {"kto_tag": True, "label": "cat"}, {"kto_tag": 1}])
 def test_an_answer_that_is_not_labelled_as_a_bad_one_is_trained(tokenizer, fields):
     turns, images = [("human", ASKED), ("gpt", CHOSEN)], {"a.jpg": jpeg()}
     one, other = (encoder(tokenizer, "sft").encode(raw_sample(turns, images, **f), SPEC) for f in (fields, {}))
@@ -180,11 +180,15 @@ BAD_RECORDS = {
                                     "'rejected_messages'"),
     "unsupported_field, images": ("dpo", FORMS["ms-swift"] | {"rejected_images": ["b.jpg"]}, "'rejected_images'"),
     "answers, ended": ("dpo", {"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "ends with an answer"),
+    "preference_data, a number": ("sft", {"messages": [USER, BAD], "kto_tag": 0}, "'kto_tag' is 0: its answer"),
+    "preference_data, a text": ("sft", {"messages": [USER, BAD], "kto_tag": "False"}, "'kto_tag' is false: its answer"),
+    "answers, the same": ("mpo", FORMS["MMPR"] | {"rejected": CHOSEN}, "'chosen' and 'rejected' are the same answer"),
     "answers, form": ("dpo", {"question": ASKED, "chosen": 3, "rejected": REJECTED}, "'chosen' is neither a text nor"),
     "answers, swift": ("dpo", {"messages": [USER], "rejected_response": REJECTED}, "last turn is the preferred answer"),
     "answers, group": ("sft", {"messages": [USER], "answers": [CHOSEN, 3]}, "answer 2 is neither a text nor"),
     "answers, unknown": ("sft", {"messages": [USER], "answers": [{"text": "a", "score": 1}]}, "answer 1 has 'score'"),
     "answers, weight": ("sft", {"messages": [USER], "answers": [{"text": "a", "weight": -1}]}, "'weight' of answer 1"),
+    "answers, sums": ("sft", {"messages": [USER], "answers": [{"text": "a", "weight": 1e30}]}, "not a number of at"),
     "answers, reward": ("sft", {"messages": [USER], "answers": [{"text": "a", "reward": "x"}]}, "'reward' of answer 1"),
     "answers, no list": ("sft", {"messages": [USER], "answers": "a"}, "'answers' is no list"),
     "no_trained_token": ("dpo", FORMS["MMPR"] | {"rejected": " "}, "'rejected' has no answer with text"),
