@@ -85,7 +85,8 @@ class PackLoader(DataLoader):
     """Batches of packs of one rank. Build it with `build_loader`.
 
     Iterating gives one epoch (`set_epoch`). Batches are dicts of `packed_collate_fn`, and `batch["progress"].ends_step`
-    marks the last one of an optimizer step. All ranks have the same number of batches.
+    marks the last one of an optimizer step. All ranks have the same number of batches. One iteration goes on at a time:
+    going on with an earlier one is a RuntimeError.
 
     Args:
         collate_fn: rows to a batch; default: `packed_collator` of the dataset.
@@ -118,6 +119,7 @@ class PackLoader(DataLoader):
         self._plan: dict[str, Any] | None = None  # its state after the last step that was delivered
         self._losses, self._pending_losses = Losses(), Losses()
         self._resumed = False
+        self._iteration = 0  # the number of the one that is going on
         self._events = damage_events(dataset) if dataset.rank == 0 else []
         collate: Any = _Collate(self.pack_collate_fn)  # torch's types know batches only, not rows made one
         super().__init__(self._feed, batch_size=None, num_workers=num_workers, collate_fn=collate, **options)
@@ -162,11 +164,14 @@ class PackLoader(DataLoader):
 
     def _begin_anew(self) -> None:
         self._plan, self._losses, self._pending_losses, self._resumed = None, Losses(), Losses(), False
+        self._iteration += 1
 
     # -- iteration -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a generator over torch's iterator
-        if not self._resumed:
+        if self._resumed:
+            self._iteration += 1
+        else:
             self._begin_anew()
         self._feed.state = self._plan
         self._feed.control[0] = self.epoch
@@ -175,7 +180,7 @@ class PackLoader(DataLoader):
         self._pending_losses = Losses()
         if self._feed.exchange is None:
             self._feed.exchange = self._make_exchange()
-        return self._batches(super().__iter__())
+        return self._batches(super().__iter__(), self._iteration)
 
     def _get_iterator(self) -> Any:
         if not self.num_workers:
@@ -192,14 +197,24 @@ class PackLoader(DataLoader):
             return None
         return Exchange(*found, prefix=f"internvl_pack/{self.packed_dataset.digest}/")
 
-    def _batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _batches(self, batches: Iterable[dict[str, Any]], iteration: int) -> Iterator[dict[str, Any]]:
         read = self._from_readers(batches)
+        self._check_goes_on(iteration)
         for batch in read if self._agreement is None else self._agreement.on(read):
             progress: Progress = batch["progress"]
             self._commit(progress)
             if progress.fatal:
                 raise UserError(progress.fatal)
             yield batch
+            self._check_goes_on(iteration)
+
+    def _check_goes_on(self, iteration: int) -> None:
+        """The state is of one iteration, and so are readers that stay alive: another ends those before it."""
+        if iteration != self._iteration:
+            raise RuntimeError(
+                "this iteration of the PackLoader has ended: the loader was iterated anew, or moved by set_epoch or "
+                "load_state_dict; use a loader for each of several iterations at a time"
+            )
 
     def _from_readers(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """`batches`; a reader process that died is named, however its death was noticed.

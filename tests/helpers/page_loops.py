@@ -27,9 +27,9 @@ def run_all(page: dict[str, Any]) -> None:
     read = PackLoader._batches
     seen: list[list[int]] = []
 
-    def counted(self, batches):
+    def counted(self, *what):
         seen.append([])
-        for batch in read(self, batches):
+        for batch in read(self, *what):
             seen[-1].append(batch["num_samples"])
             yield batch
 

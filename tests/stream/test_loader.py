@@ -130,6 +130,25 @@ def test_a_rank_that_is_none_of_the_world_is_refused(rank, world_size, jsonl, to
         loader_of(jsonl, tokenizer, rank, world_size)
 
 
+ANEW = {
+    "a second iterator": iter,
+    "another epoch": lambda loader: loader.set_epoch(1),
+    "a state": lambda loader: loader.load_state_dict(loader.state_dict()),
+}
+
+
+@pytest.mark.parametrize("anew", ANEW)
+def test_an_iteration_does_not_go_on_once_the_loader_was_begun_anew(anew, jsonl, tokenizer):
+    loader = loader_of(jsonl, tokenizer)
+    first = iter(loader)
+    next(first)
+    ANEW[anew](loader)
+    before = loader.state_dict()
+    with pytest.raises(RuntimeError, match="this iteration of the PackLoader has ended"):
+        next(first)
+    assert loader.state_dict() == before
+
+
 @pytest.mark.slow
 def test_epochs_have_other_orders_and_each_holds_all(jsonl, tokenizer):
     loader = loader_of(jsonl, tokenizer, accumulation=4)
