@@ -209,6 +209,11 @@ class Preset:
                 return PackingConfig(**planned)
             except TypeError as error:  # an option of no release, or a value of another type
                 raise UserError(f"preset {self.folder} is damaged (settings: {error}): plan it again") from None
+        if run.share_prefix and not planned["share_prefix"]:
+            raise UserError(
+                f"preset {self.folder} was planned without share_prefix: leave it out, or plan again with it into "
+                "another folder"
+            )
         given = asdict(run)
         changes = [(k, v, given[k]) for k, v in planned.items() if k not in _DECIDED and given[k] != v]
         if changes[:1] == [("max_seq_length", planned["max_seq_length"], run.max_seq_length)]:

@@ -114,8 +114,10 @@ def test_a_preset_decides_whether_prefixes_are_shared(data, tmp_path):
         assert rows_in(build_loader(PresetDataset(preset, data, run), loss_reduction="square")) == expected
     plain = plan_preset(tmp_path / "plain", data, PackingConfig(**BUDGET))
     assert "share_prefix" not in plain.settings
+    with pytest.raises(UserError, match="was planned without share_prefix"):
+        plain.config(config)
     trees = [
-        sum(batch["sample_ids"].count(PREFIX_ID) for batch in build_loader(PresetDataset(each, data, config)))
+        sum(batch["sample_ids"].count(PREFIX_ID) for batch in build_loader(PresetDataset(each, data)))
         for each in (preset, plain)
     ]
     assert trees == [sum(len(rows) > 1 for rows in JOINED) + 2, 2]  # two records are trees by themselves
