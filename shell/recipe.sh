@@ -56,8 +56,9 @@ finetune_arguments() {
     --num_train_epochs 1 --lr_scheduler_type cosine --warmup_steps 0.03 --bf16 True --grad_checkpoint True
     --dataloader_num_workers "$WORKERS" "${sharding[@]}" --save_strategy steps --save_steps 200
     --save_total_limit 3 --logging_steps 1 --resume_from_checkpoint auto
-    --sequence_parallel_size "$size" ${SEQUENCE_PARALLEL_MODE:+--sequence_parallel_mode "$SEQUENCE_PARALLEL_MODE"}
+    --sequence_parallel_size "$size"
   )
+  if ((size > 1)); then ARGUMENTS+=(${SEQUENCE_PARALLEL_MODE:+--sequence_parallel_mode "$SEQUENCE_PARALLEL_MODE"}); fi
 }
 
 # run_logged LOG COMMAND...: shows and keeps the output, and returns the command's own status. SIGTERM, SIGUSR1 and Ctrl-C

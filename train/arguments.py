@@ -29,6 +29,7 @@ from internvl_pack.model.loss import LOSS_KERNELS
 from internvl_pack.options import boolean, check_options, from_config, make, option
 from internvl_pack.parallel.checks import MODES
 
+from .checkpoint import is_none
 from .combinations import IN_BATCH, PACKED_WAYS, PADDED, PRESET, STREAM
 from .environment import find_deepspeed_config, join_deepspeed_on_cpu, prepare_deepspeed_on_cpu
 from .preference import PreferenceArguments
@@ -432,7 +433,7 @@ class PackTrainingArguments(PreferenceArguments, TrainingArguments):
             raise UserError("--output_dir is missing: give the folder of the trained model and its checkpoints")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise UserError(f"--num_train_epochs {self.num_train_epochs}: give more than 0, or --max_steps")
-        if self.save_only_model and self.resume_from_checkpoint:
+        if self.save_only_model and not is_none(self.resume_from_checkpoint):
             raise UserError("--save_only_model leaves nothing to resume from: drop it or --resume_from_checkpoint")
         if self.resume_from_checkpoint is None and not (self.overwrite_output_dir or self.save_only_model):
             self.resume_from_checkpoint = "auto"

@@ -114,6 +114,11 @@ def _newest_first(output_dir: str | Path) -> list[Checkpoint]:
     return sorted(marked, key=lambda each: (each.saved_at, each.step), reverse=True)
 
 
+def is_none(value: str | None) -> bool:
+    """Whether `--resume_from_checkpoint` says that there is no checkpoint to go on from."""
+    return value is None or value.lower() in ("false", "no", "none", "")
+
+
 def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means.
 
@@ -126,7 +131,7 @@ def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:
     Raises:
         UserError: the folder named is none, or is damaged; all of `output_dir` are damaged.
     """
-    if value is None or value.lower() in ("false", "no", "none", ""):
+    if value is None or is_none(value):
         return None
     if value.lower() not in ("auto", "true", "yes", "last"):
         _check_named(Path(value))

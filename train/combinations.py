@@ -56,6 +56,13 @@ def _share(o: Mapping[str, Any], name: str) -> int:
     return total // max(1, o["per_device_train_batch_size"])
 
 
+def _is_budget_without_rows(o: Mapping[str, Any]) -> bool:
+    """Whether the token budget is neither the default nor that of a packed run that the padded one is compared with."""
+    longest = o["max_seq_length"] or 0
+    known = (PackingConfig.max_packed_tokens, longest, longest * o["per_device_train_batch_size"])
+    return o["max_packed_tokens"] not in known
+
+
 def _tiles_of_one_image(o: Mapping[str, Any]) -> int:
     if not o["dynamic_image_size"]:
         return 1
@@ -84,6 +91,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda o: (o["objective"] in ("dpo", "mpo") or o["share_prefix"]) and _is_ring(o),
         "prefix trees with --sequence_parallel_mode ring: use ulysses",
+    ),
+    Rule(
+        lambda o: o["sequence_parallel_mode"] != "ulysses" and o["sequence_parallel_size"] == 1,
+        "--sequence_parallel_mode {sequence_parallel_mode} with --sequence_parallel_size 1: no row is shared; leave it "
+        "out, or give the size",
     ),
     Rule(
         lambda o: o["unfreeze_vit_layers"] and not (o["freeze_backbone"] or o["use_backbone_lora"]),
@@ -160,6 +172,12 @@ RULES: tuple[Rule, ...] = (
         "without packing: it is about packed rows; leave it out, or use --packing stream",
         pad_seq_to_mult=1,
         pad_cu_seqlens_to=None,
+    ),
+    Rule(
+        _is_budget_without_rows,
+        "--max_packed_tokens {max_packed_tokens} without packing: a row holds one sample, which --max_seq_length "
+        "bounds; add --use_packed_ds True, or leave it out",
+        (PADDED,),
     ),
     Rule(
         lambda o: o["pad_cu_seqlens_to"] is not None and not o["strict_mode"],

@@ -40,6 +40,7 @@ DROPPED = {
     "vision_select_layer": "it is part of the checkpoint's config",
     "save_safetensors": "checkpoints are always safetensors",
     "logging_dir": "set TENSORBOARD_LOGGING_DIR",
+    "per_device_eval_batch_size": "rows of held-out data are made as the training's",
     "length_path": "lengths are counted from the data",
     "split_annotations": "rows are read where they lie, no rank loads all annotations",
     "unfreeze_lm_head": "the head is trained or frozen with the language model",

@@ -91,6 +91,10 @@ COMBINATIONS = [
     ("preset", {"preset_path": "p", "share_prefix": True} | RING, "prefix trees with --sequence_parallel_mode ring"),
     ("stream", {"objective": "mpo", "sequence_parallel_size": 2}, None),
     ("stream", RING, None),
+    ("stream", {"sequence_parallel_mode": "ring"}, "--sequence_parallel_mode ring with --sequence_parallel_size 1"),
+    ("padded", {"max_packed_tokens": 512}, "--max_packed_tokens 512 without packing"),
+    ("padded", {"max_packed_tokens": 512, "max_seq_length": 512}, None),  # as a packed run that it is compared with
+    ("padded", TWO | {"max_packed_tokens": 512, "max_seq_length": 256}, None),
     ("stream", {"pad_cu_seqlens_to": 65}, "--pad_cu_seqlens_to without --strict_mode True"),
     ("stream", {"pad_cu_seqlens_to": 65, "strict_mode": True}, None),
     ("stream", {"pad_seq_to_mult": 3, "strict_mode": True}, "--max_packed_tokens 8192 is no multiple"),

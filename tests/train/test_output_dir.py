@@ -19,6 +19,7 @@ from train.options import parse
         (["--overwrite_output_dir", "True", "--resume_from_checkpoint", "run/checkpoint-4"], "run/checkpoint-4"),
         (["--resume_from_checkpoint", "False"], "False"),
         (["--save_only_model", "True"], None),
+        (["--save_only_model", "True", "--resume_from_checkpoint", "False"], "False"),
     ],
 )
 def test_what_a_run_goes_on_from(words, expected, own_process, demo_dir):
