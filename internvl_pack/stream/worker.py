@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 
@@ -25,6 +26,8 @@ class ReaderProcesses(_MultiProcessingDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         if self._shutdown:  # its readers had no more to give
+            return
+        if sys.is_finalizing():  # multiprocessing has ended them; the start of a thread would be waited for for ever
             return
         timer = threading.Timer(GRACE, self._terminate)
         timer.daemon = True
