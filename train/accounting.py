@@ -73,6 +73,9 @@ class Ledgers(TrainerCallback):
         Raises:
             UserError: no sample of it could be trained on.
         """
+        if self.loader.epoch < self.num_ended:  # the checkpoint was written after its end, with its ledger
+            self._begun -= 1
+            return
         ledger = self.of_epoch()
         for source in self.loader.packed_dataset.samples.sources:
             for damage in source.damage:  # broken parts of files, which belong to no row

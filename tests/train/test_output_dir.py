@@ -33,6 +33,17 @@ def printed(capsys) -> str:
 
 
 @pytest.mark.slow
+def test_an_epoch_that_had_ended_in_the_checkpoint_is_counted_once(train, tmp_path):
+    options = ("--use_packed_ds", "True", "--save_strategy", "epoch")
+    assert train(*options, "--num_train_epochs", "1") == 0
+    once = summary_of(tmp_path)
+    assert train(*options, "--num_train_epochs", "2") == 0
+    twice = summary_of(tmp_path)
+    names = ("epochs", "samples_in", "samples_packed", "samples_quarantined")
+    assert [twice[name] for name in names] == [2 * once[name] for name in names]
+
+
+@pytest.mark.slow
 def test_a_requeued_script_goes_on_and_one_that_overwrites_starts_anew(train, tmp_path, capsys):
     options = ("--use_packed_ds", "True", "--save_steps", "1", "--lr_scheduler_type", "constant")
     assert train(*options, "--max_steps", "1") == 0
