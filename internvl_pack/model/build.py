@@ -29,7 +29,7 @@ from .parts import decoder_layers
 from .resize import fit_vocabulary, resize_positions
 from .towers import check_native_options, find_tower
 from .vision import add_drop_path
-from .zero3 import gather_by_layers, is_zero3
+from .zero3 import gather_by_layers, is_zero3, save_as_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,6 +155,7 @@ def build_model(
     if fp8 is not None and (problem := why_slower(packed, device)):
         logger.warning(problem)
     if is_zero3(packed):
+        save_as_loaded(packed.model)
         _gather_blocks(packed)
     trained = packed.num_parameters(only_trainable=True)
     logger.info("%s: %d parameters, %d of them trained", type(model).__name__, packed.num_parameters(), trained)

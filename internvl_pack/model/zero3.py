@@ -26,6 +26,18 @@ def is_zero3(model: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") for p in model.parameters()) or is_deepspeed_zero3_enabled()
 
 
+def save_as_loaded(model: nn.Module) -> None:
+    """Let the model be saved under the names of the checkpoint it was loaded from.
+
+    transformers undoes on saving what it renamed on loading. With ZeRO-3 it also undoes what it had tried and no name
+    matched, and writes `language_model.model.model.layers...`.
+    """
+    tried = getattr(model, "_weight_conversions", None)
+    if tried is not None:
+        loaded: Any = model
+        loaded._weight_conversions = [conversion for conversion in tried if conversion.was_used()]
+
+
 def gather_by_layers(blocks: list[nn.Module]) -> None:
     """Declare these blocks leaves to DeepSpeed, before it wraps the model.
 
