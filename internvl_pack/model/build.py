@@ -29,7 +29,7 @@ from .parts import decoder_layers
 from .resize import fit_vocabulary, resize_positions
 from .towers import check_native_options, find_tower
 from .vision import add_drop_path
-from .zero3 import gather_by_layers, is_zero3, save_as_loaded
+from .zero3 import gather_by_layers, is_zero3, save_as_loaded, zero3_is_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -265,6 +265,16 @@ def _from_pretrained(
         return model_class.from_pretrained(path, dtype=dtype, attn_implementation=implementation, **options)
     except OSError as error:
         raise UserError(f"--{option} {path}: {first_line(error)}") from error
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        lines = map(str.strip, str(error).splitlines())
+        odd = next(
+            (line for line in lines if line.startswith("size mismatch")), "weights do not fit config.json, see above"
+        )
+        # transformers 5.24 does not transpose the experts of Qwen3-VL-MoE there, as it does elsewhere.
+        hint = "; under ZeRO-3 not every checkpoint is converted: use --sharding fsdp2" if zero3_is_on() else ""
+        raise UserError(f"--{option} {path}: {odd.rstrip('.')}{hint}") from error
 
 
 def check_loadable(family_check: str | None = None, **paths: str | Path | None) -> None:

@@ -19,11 +19,16 @@ from torch import nn
 from ..errors import UserError
 
 
-def is_zero3(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 has partitioned the model's weights, or will."""
+def zero3_is_on() -> bool:
+    """Whether the run's DeepSpeed config is one of ZeRO-3."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    return any(hasattr(p, "ds_id") for p in model.parameters()) or is_deepspeed_zero3_enabled()
+    return is_deepspeed_zero3_enabled()
+
+
+def is_zero3(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 has partitioned the model's weights, or will."""
+    return any(hasattr(p, "ds_id") for p in model.parameters()) or zero3_is_on()
 
 
 def save_as_loaded(model: nn.Module) -> None:

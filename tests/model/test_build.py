@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from helpers.model_samples import mixed_segments, packed_batch, text_segments, tiny_packed
@@ -163,6 +166,18 @@ def test_missing_and_foreign_checkpoints_are_one_line(tokenizer, tmp_path):
         build(tmp_path, tokenizer)
     with pytest.raises(UserError, match="--model_name_or_path is missing: give a checkpoint, or both --vision_path"):
         build(None, tokenizer)
+
+
+def test_weights_that_do_not_fit_the_config_are_one_line(checkpoint, tokenizer, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    for on, ending in ((False, "see above"), (True, "use --sharding fsdp2")):
+        monkeypatch.setattr("internvl_pack.model.build.zero3_is_on", lambda on=on: on)
+        with pytest.raises(UserError, match=r"--model_name_or_path .*: weights do not fit config.json") as caught:
+            build(folder, tokenizer)
+        assert str(caught.value).endswith(ending) and "\n" not in str(caught.value)
 
 
 def test_another_models_tokenizer_is_refused(checkpoint, tokenizer):
