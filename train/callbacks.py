@@ -37,8 +37,7 @@ class EpochControl(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self.trainer
         trainer.metrics.end_step()
-        done, steps = trainer.loader.steps_done, trainer.estimate.steps(trainer.loader.epoch)
-        state.epoch = trainer.loader.epoch + min(1.0, done / max(1, steps))
+        state.epoch = trainer.loader.epoch + trainer.share_of_epoch
         ends_with_the_plan = args.max_steps <= 0 and float(args.num_train_epochs).is_integer()
         if ends_with_the_plan and state.global_step >= state.max_steps:
             control.should_training_stop = False

@@ -114,9 +114,9 @@ def _newest_first(output_dir: str | Path) -> list[Checkpoint]:
     return sorted(marked, key=lambda each: (each.saved_at, each.step), reverse=True)
 
 
-def is_none(value: str | None) -> bool:
-    """Whether `--resume_from_checkpoint` says that there is no checkpoint to go on from."""
-    return value is None or value.lower() in ("false", "no", "none", "")
+def is_none(value: str | bool | None) -> bool:
+    """Whether `--resume_from_checkpoint` says that there is nothing to go on from; from Python it may be False."""
+    return str(value).lower() in ("false", "no", "none", "")
 
 
 def find_checkpoint(value: str | None, output_dir: str | Path) -> Path | None:

@@ -73,6 +73,14 @@ class ResumableTrainer(StepTrainer):
         return loader
 
     @property
+    def share_of_epoch(self) -> float:
+        """The share of this epoch's usable samples that its steps have trained, however many packs these had."""
+        ledger = self.loader.ledger_of(Losses())
+        read = ledger.samples_in / max(1, self.loader.packed_dataset.num_positions)
+        usable = ledger.samples_packed + ledger.samples_waiting
+        return min(1.0, read * (ledger.samples_packed / usable if usable else 1.0))
+
+    @property
     def output_dir(self) -> Path:
         return Path(str(self.args.output_dir))
 
@@ -124,10 +132,8 @@ class ResumableTrainer(StepTrainer):
         self.steps_ahead = was_ahead = before.get("steps_ahead", 0)
         made, whole = self.state.global_step, self.state.max_steps
         if before["packs_per_step"] != now:
-            ledger = loader.ledger_of(Losses())
-            share = (ledger.samples_in - ledger.samples_waiting) / max(1, loader.packed_dataset.num_positions)
             packs = estimate.epochs[min(epoch, len(estimate.epochs) - 1)].packs
-            left = math.ceil(round(packs * (1 - min(1.0, share))) / now)  # steps of this epoch
+            left = math.ceil(round(packs * (1 - self.share_of_epoch)) / now)  # steps of this epoch
             to_come = max(0, whole - estimate.total_steps(epoch + 1) + left)
             self.steps_ahead = made + to_come - whole
             self._schedule_moved = self.steps_ahead - was_ahead

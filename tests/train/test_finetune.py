@@ -92,11 +92,14 @@ def test_on_other_packs_a_step_the_learning_rate_goes_on_by_the_share_of_samples
     def rates(name: str, packs: int, *more: str) -> dict[int, float]:
         assert train(*options, "--gradient_accumulation_steps", str(packs), *more, out=tmp_path / name) == 0
         history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        return {entry["step"]: entry["learning_rate"] for entry in history if "loss" in entry}
+        steps = [entry for entry in history if "loss" in entry]
+        epochs = [entry["epoch"] for entry in steps]
+        assert epochs == sorted(set(epochs)) and epochs[-1] == 4, "which grows with the samples, too"
+        return {entry["step"]: entry["learning_rate"] for entry in steps}
 
     one, two = rates("one", 1), rates("two", 2)
     assert len(one) > 1.5 * len(two), "fewer steps with two packs each"
-    at = len(one) // 2 + 1  # within an epoch
+    at = len(one) // 2 + 2  # within an epoch
     moved = rates("moved", 2, "--resume_from_checkpoint", str(tmp_path / "one" / f"checkpoint-{at}"))
     assert moved[at] == one[at]
     rest = [moved[step] for step in range(at + 2, len(moved) + 1)]

@@ -7,6 +7,7 @@ import json
 import pytest
 from helpers.runs import summary_of
 
+from train.arguments import PackTrainingArguments
 from train.options import parse
 
 
@@ -26,6 +27,11 @@ def test_what_a_run_goes_on_from(words, expected, own_process, demo_dir):
     given = ["--model_name_or_path", "m", "--meta_path", str(demo_dir / "meta.json"), "--output_dir", "x"]
     *_, args = parse([*given, *words])
     assert args.resume_from_checkpoint == expected
+
+
+def test_from_python_nothing_to_go_on_from_may_be_false(own_process):
+    args = PackTrainingArguments(output_dir="x", use_cpu=True, save_only_model=True, resume_from_checkpoint=False)
+    assert args.resume_from_checkpoint is False
 
 
 def printed(capsys) -> str:
