@@ -46,9 +46,8 @@ class ConsoleProgress(TrainerCallback):
         self.name = name
         self.stream = stream or sys.stderr
         self.bar: Any = None
-        self.marks: list[
-            tuple[float, int]
-        ] = []  # (clock in seconds, steps made): at the first step, and after the warm-up
+        # (clock in seconds, steps made): at the first step, and after the warm-up
+        self.marks: list[tuple[float, int]] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.marks = []
