@@ -15,7 +15,7 @@ from ..errors import MACHINE_ERRORS, SampleError
 from . import remote
 from .addresses import check_remote_read, is_remote, pread_all, system_path
 from .files import Stamp, read_at
-from .names import hint_of, other_forms, refuse_embedded
+from .names import AROUND_URL, hint_of, other_forms, refuse_embedded
 from .reach import check_address, check_inside, hosts_of
 
 if TYPE_CHECKING:
@@ -244,12 +244,15 @@ class DataRef(ReadsBytes):
     """An image or video that its record holds: a `data:` URI in base64 (RFC 2397). It is decoded when it is read.
 
     Args:
-        uri: as the record has it; the same string, not a copy.
+        uri: as the record has it; the same string, not a copy, where no space is around it.
         number: of the image in its record, from 1.
     """
 
     uri: str = field(repr=False)
     number: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uri", self.uri.strip(AROUND_URL))
 
     @property
     def name(self) -> str:

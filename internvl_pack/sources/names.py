@@ -13,13 +13,16 @@ from ..errors import SampleError
 # Entries of a folder that are looked through for the name that may have been meant.
 MAX_LISTED = 10_000
 
+# What may stand around a URL and is no part of it: control characters and the space (URL Standard, "basic URL parser").
+AROUND_URL = "".join(map(chr, range(33)))
+
 # How pictures begin in base64 (JPEG, PNG, WebP, GIF); anything longer than a path may be is none, either.
 _PICTURE_IN_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]{4096}")
 
 
 def is_data_uri(name: object) -> bool:
     """Whether a record holds an image as `data:image/png;base64,...` where others name a file."""
-    return isinstance(name, str) and name[:5].lower() == "data:"
+    return isinstance(name, str) and name.lstrip(AROUND_URL)[:5].lower() == "data:"
 
 
 def refuse_embedded(name: str) -> None:
