@@ -133,6 +133,7 @@ RULES: tuple[Rule, ...] = (
         "--packing stream",
         **PACKER_OPTIONS,
         max_attention_cost=None,
+        cost_model=None,
     ),
     *_without_effect(
         (PRESET,),
@@ -170,6 +171,8 @@ RULES: tuple[Rule, ...] = (
     *_without_effect(
         (PADDED,),
         "without packing: it is about packed rows; leave it out, or use --packing stream",
+        **PACKER_OPTIONS,
+        cost_model=None,
         pad_seq_to_mult=1,
         pad_cu_seqlens_to=None,
     ),

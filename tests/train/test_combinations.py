@@ -70,6 +70,7 @@ COMBINATIONS = [
     ("stream", {"repeat_system_prompt": True}, None),
     ("in_batch", TWO | {"packing_policy": "greedy"}, "--packing_policy with --packing in_batch"),
     ("in_batch", TWO | {"max_attention_cost": 9}, "--max_attention_cost with --packing in_batch"),
+    ("in_batch", TWO | {"cost_model": "8B"}, "--cost_model with --packing in_batch"),
     ("in_batch", TWO | {"max_seq_length": 4096}, None),
     ("in_batch", TWO | {"max_seq_length": 4097}, "--max_seq_length 4097 x --per_device_train_batch_size 2 exceeds"),
     ("in_batch", {"per_device_train_batch_size": 4}, "--num_images_expected 40 leaves each of 4 samples"),
@@ -80,6 +81,10 @@ COMBINATIONS = [
     ("padded", {"share_prefix": True}, "--share_prefix True with --packing padded"),
     ("stream", {"share_prefix": True, "pad_seq_to_mult": 8}, "--share_prefix True with --pad_seq_to_mult 8"),
     ("padded", {"pad_seq_to_mult": 8}, "--pad_seq_to_mult without packing"),
+    ("padded", {"packing_policy": "greedy"}, "--packing_policy without packing"),
+    ("padded", {"max_buffer_size": 8}, "--max_buffer_size without packing"),
+    ("padded", {"cost_model": "8B"}, "--cost_model without packing"),
+    ("padded", {"max_attention_cost": 9}, None),  # bounds a sample
     ("padded", {"strict_mode": True}, None),
     ("stream", {"sharding": "fsdp2"}, None),
     ("stream", {"sharding": "fsdp2", "deepspeed": "zero_stage1"}, "--sharding fsdp2 with --deepspeed zero_stage1"),
