@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -180,7 +181,9 @@ class PackLoader(DataLoader):
         self._pending_losses = Losses()
         if self._feed.exchange is None:
             self._feed.exchange = self._make_exchange()
-        return self._batches(super().__iter__(), self._iteration)
+        with _naming_the_dead(self._iterator):  # persistent ones are told to begin anew
+            batches = super().__iter__()
+        return self._batches(batches, self._iteration)
 
     def _get_iterator(self) -> Any:
         if not self.num_workers:
@@ -217,27 +220,11 @@ class PackLoader(DataLoader):
             )
 
     def _from_readers(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """`batches`; a reader process that died is named, however its death was noticed.
-
-        Its last tensors are in memory that only it can hand over, so that its end can show as an end of file or a
-        broken connection while the kernel still counts it among the living.
-        """
-        try:
+        with _naming_the_dead(batches):
             for batch in batches:
                 if _FAILED in batch:
                     raise UserError(batch[_FAILED])
                 yield batch
-        except (OSError, EOFError, RuntimeError) as error:
-            workers = getattr(batches, "_workers", [])
-            if workers and not isinstance(error, RuntimeError):
-                ending = wait([worker.sentinel for worker in workers], timeout=5)
-                for worker in workers:
-                    if worker.sentinel in ending:
-                        worker.join()  # its exit code comes a moment after its files are closed
-            dead = [f"{n} (pid {w.pid}, {_exit_of(w.exitcode)})" for n, w in enumerate(workers) if w.exitcode]
-            if not dead:
-                raise
-            raise RuntimeError(f"DataLoader worker {', '.join(dead)} exited unexpectedly") from error
 
     def _commit(self, progress: Progress) -> None:
         """Count the batch that is about to be delivered; the state moves on with the last one of a step."""
@@ -350,6 +337,31 @@ def _prefetch(dataset: PackedDataset, packs_per_batch: int, num_workers: int, wa
     if fitting < wanted:
         logger.warning("readers make %d batches ahead instead of %d: shared memory holds no more", fitting, wanted)
     return fitting
+
+
+@contextmanager
+def _naming_the_dead(iterator: Any) -> Iterator[None]:
+    """Name a reader process of torch's iterator that died, however its death is noticed inside.
+
+    Its last tensors are in memory that only it can hand over, so that its end can show as an end of file or a broken
+    connection while the kernel still counts it among the living.
+
+    Raises:
+        RuntimeError: with the reader's number, pid and end.
+    """
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError) as error:
+        workers = getattr(iterator, "_workers", [])
+        if workers and not isinstance(error, RuntimeError):
+            ending = wait([worker.sentinel for worker in workers], timeout=5)
+            for worker in workers:
+                if worker.sentinel in ending:
+                    worker.join()  # its exit code comes a moment after its files are closed
+        dead = [f"{n} (pid {w.pid}, {_exit_of(w.exitcode)})" for n, w in enumerate(workers) if w.exitcode]
+        if not dead:
+            raise
+        raise RuntimeError(f"DataLoader worker {', '.join(dead)} exited unexpectedly") from error
 
 
 def _exit_of(code: int) -> str:

@@ -161,11 +161,13 @@ def _private_bytes(pid: int) -> int:
     return total
 
 
+def end_of_file(*_, **__):
+    """What a socket gives over which tensors come, before the process that had them counts as dead."""
+    raise EOFError
+
+
 @pytest.mark.parametrize("seen_as", ["silence", "end of file"])
 def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, monkeypatch, seen_as):
-    def end_of_file(*_, **__):
-        raise EOFError
-
     meta = write_jsonl(tmp_path, 200)
     loader = stream_loader(meta, tokenizer, config=CONFIG, num_workers=2, persistent_workers=True)
     started = time.monotonic()
@@ -174,9 +176,19 @@ def test_a_worker_that_is_killed_is_an_error_that_names_it(tokenizer, tmp_path, 
             if number == 3:
                 defer_worker_death()  # as the trainer does: else torch's signal handler raises wherever it finds us
                 os.kill(loader._iterator._workers[1].pid, 9)
-                if seen_as == "end of file":  # of the socket over which its tensors come, before it counts as dead
+                if seen_as == "end of file":
                     monkeypatch.setattr(loader._iterator, "_try_get_data", end_of_file)
     assert time.monotonic() - started < 60
+
+
+def test_a_worker_that_is_killed_between_two_iterations_is_the_same_error(tokenizer, tmp_path, monkeypatch):
+    loader = stream_loader(write_jsonl(tmp_path, 40), tokenizer, config=CONFIG, num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    defer_worker_death()
+    os.kill(loader._iterator._workers[1].pid, 9)
+    monkeypatch.setattr(loader._iterator, "_try_get_data", end_of_file)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker 1 \(pid \d+, SIGKILL"):
+        iter(loader)
 
 
 @pytest.mark.slow
