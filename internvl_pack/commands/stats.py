@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..config import check_budget
     from ..estimate.stats import gather
+    from ..survey.validate import root_lines
 
     num_workers(args)  # report a mistake before anything is opened
     config, step = packing_config(args), make(StepOptions, vars(args))
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
     )
     result = stats.as_json() | {"meta": args.meta, "tokenizer": args.tokenizer}
     _show(result)
+    without_images = {d.name for d in stats.datasets if d.reasons["image_missing"]}
+    for line in root_lines(without_images, samples.specs):
+        print(line)
     if args.out:
         from ..report.plots import PLOTS, write_report
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 listed.extend(bad)
     show(report, checker)
     unknown = count_unknown_fields(checker.samples.sources)
-    for line in [*root_lines(report, checker.samples.specs), *report_lines(unknown)]:
+    for line in [*root_lines(report.without_images, checker.samples.specs), *report_lines(unknown)]:
         print(line)
     if listed is not None:
         result = {

@@ -10,7 +10,7 @@ reported in the order of the data whatever the number of workers. Memory is flat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -240,10 +240,10 @@ def _known_as(name: str) -> str:
     return hint if "did you mean" in hint else ""
 
 
-def root_lines(report: Report, specs: Sequence[DatasetSpec]) -> list[str]:
-    """A line for each dataset of which images are missing."""
+def root_lines(without_images: Container[str], specs: Sequence[DatasetSpec]) -> list[str]:
+    """A line for each dataset of which images are missing, by their names."""
     return [
         f"dataset {spec.name!r}: {spec.where_images_are}"
         for spec in specs
-        if spec.name in report.without_images and spec.where_images_are
+        if spec.name in without_images and spec.where_images_are
     ]

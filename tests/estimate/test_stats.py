@@ -134,6 +134,7 @@ def test_bad_samples_are_counted_and_named_by_reason(tmp_path, tokenizer_dir, ca
     assert f"; left out: {', '.join(f'{n} {reason}' for reason, n in got['reasons'].items())}\n" in out
     for reason in got["reasons"]:
         assert reason in out.split("{")[0]
+    assert f"dataset 'made': image names are joined to {tmp_path / 'images'}; if they lie elsewhere, give" in out
     assert any("made.jsonl:line 4" in detail for details in got["examples"].values() for detail in details)
 
 
