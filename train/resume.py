@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer import SCHEDULER_NAME
 
 from internvl_pack.estimate.figures import RunEstimate
@@ -45,6 +46,25 @@ logger = logging.getLogger(__name__)
 
 HOURS_TO_CONVERT = timedelta(hours=6)
 SCHEDULE = "schedule"  # in a checkpoint: packs_per_step and steps_ahead of the run that wrote it
+
+
+def move_back(scheduler: Any, steps: int) -> bool:
+    """Set a schedule, and the optimizer's learning rate by it, so many steps back; forward if negative.
+
+    Args:
+        scheduler: of transformers, or of a DeepSpeed config.
+
+    Returns:
+        False for one that does not go by steps alone, as `reduce_lr_on_plateau`: it stays where it is.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # within accelerate's
+    state = scheduler.state_dict()
+    name = "last_epoch" if isinstance(scheduler, LambdaLR) else "last_batch_iteration"
+    if name not in state:
+        return False
+    scheduler.load_state_dict(state | {name: state[name] - steps - 1})
+    scheduler.step()  # the rate of a place is set on the way there
+    return True
 
 
 class ResumableTrainer(StepTrainer):
@@ -137,10 +157,7 @@ class ResumableTrainer(StepTrainer):
             to_come = max(0, whole - estimate.total_steps(epoch + 1) + left)
             self.steps_ahead = made + to_come - whole
             self._schedule_moved = self.steps_ahead - was_ahead
-            logger.warning(
-                "resume: %s made, %d to come; the learning rate goes on by the share of samples trained",
-                *(count(made, "steps"), to_come),
-            )
+            logger.warning("resume: %s made, %d to come", count(made, "steps"), to_come)
         self.state.max_steps = whole + self.steps_ahead
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -156,11 +173,8 @@ class ResumableTrainer(StepTrainer):
             sharded.load(checkpoint, self.packed_model, self.optimizer, self.ranks)
             assert self.lr_scheduler is not None, "it is made before"
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-        if checkpoint is not None and self._schedule_moved:
-            assert self.lr_scheduler is not None, "it is made before"
-            place = self.lr_scheduler.state_dict()
-            if "last_epoch" in place:  # not in those of a DeepSpeed config
-                self.lr_scheduler.load_state_dict(place | {"last_epoch": place["last_epoch"] - self._schedule_moved})
+        if checkpoint is not None and self._schedule_moved and move_back(self.lr_scheduler, self._schedule_moved):
+            logger.warning("resume: the learning rate goes on by the share of samples trained")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.sharding:

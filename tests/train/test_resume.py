@@ -11,17 +11,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from deepspeed.runtime import lr_schedules
 from helpers.factory import write_jsonl
 from helpers.launched import losses, made_in, steps_made
 from helpers.pairs import write_pairs
 from helpers.ranks import Run
 from helpers.ranks import start as begin
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, get_scheduler
 
 from internvl_pack import PresetDataset
 from internvl_pack.cli import main as internvl_pack
 from train.accounting import read_sample_log
 from train.checkpoint import load_packing_state
+from train.resume import move_back
 
 COUNT = 240
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks
@@ -179,3 +182,33 @@ def test_mpo_that_is_killed_has_the_steps_and_the_running_mean_of_a_run_that_was
     assert ends[0]["rewards"] == pytest.approx(ends[1]["rewards"], rel=1e-6)
     total, count = ends[0]["rewards"]
     assert count == 2 * 2 * PAIRS and total != 0
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_schedule_is_moved_with_the_rate_of_its_place(name):
+    """transformers' and those of a DeepSpeed config, within the warm-up and behind it."""
+
+    def rates(steps: Sequence[int], moves: dict[int, int]) -> list[float]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+        if name.islower():
+            made = get_scheduler(name, optimizer, num_warmup_steps=8, num_training_steps=20)
+        else:
+            total = {} if name == "WarmupLR" else {"total_num_steps": 20}
+            made = getattr(lr_schedules, name)(optimizer, warmup_num_steps=8, **total)
+            made.step()  # as the engine does
+        found = []
+        for step in steps:
+            found += [group["lr"] for group in optimizer.param_groups]
+            made.step()
+            if step in moves:
+                assert move_back(made, moves[step])
+        return found
+
+    through = rates(range(20), {})
+    assert rates(range(20), {4: 3}) == pytest.approx([*through[:5], *through[2:17]])
+    assert rates(range(10), {6: -5}) == pytest.approx([*through[:7], *through[12:15]])
+
+
+def test_a_schedule_by_held_out_data_stays_where_it_is():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    assert not move_back(get_scheduler("reduce_lr_on_plateau", optimizer), 3)
