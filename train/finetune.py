@@ -223,7 +223,7 @@ def begin(model_args: ModelArguments, data_args: DataTrainingArguments, args: Pa
     wait_no_longer_than(args.ddp_timeout)
     allow(remote=data_args.allow_remote, outside_root=data_args.allow_outside_root)
     ranks = Ranks.of(args)
-    kernel = sequence.select_shared_kernel(model_args.attn_kernel, args, compute_dtype(args))
+    kernel = sequence.select_shared_kernel(model_args, args, compute_dtype(args))
     found = find_checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     checkpoint = None if found is None else str(found)
     if found is not None:

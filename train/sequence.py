@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from internvl_pack.checkpoints.internvl_format_files import config_of
 from internvl_pack.config import PackingConfig
 from internvl_pack.errors import UserError
-from internvl_pack.model.attention import Kernel, select_kernel
+from internvl_pack.model.attention import Kernel, head_size_of, select_kernel
 from internvl_pack.model.packed import PackedModel
 from internvl_pack.model.towers import find_tower
 from internvl_pack.options import count
@@ -58,18 +59,21 @@ def check_options(model_args: ModelArguments, data_args: DataTrainingArguments, 
         check_heads(heads, config.get("num_key_value_heads") or heads, size, mode)
 
 
-def select_shared_kernel(name: str, args: PackTrainingArguments, dtype: torch.dtype) -> Kernel:
+def select_shared_kernel(model_args: ModelArguments, args: PackTrainingArguments, dtype: torch.dtype) -> Kernel:
     """The attention kernel of the run: with ring `auto` means the first that attends to parts of segments.
 
     Raises:
         UserError: an unknown kernel, or one that cannot run here or so.
     """
-    size, mode = args.sequence_parallel_size, args.sequence_parallel_mode
-    kernel = select_kernel(name, args.device, dtype)
+    size, mode, name = args.sequence_parallel_size, args.sequence_parallel_mode, model_args.attn_kernel
+    head_size = None
+    with suppress(UserError):  # no such folder, which is said by its option's name where it is loaded
+        head_size = head_size_of(config_of(model_args.model_name_or_path or model_args.llm_path))
+    kernel = select_kernel(name, args.device, dtype, head_size)
     if name == "auto" and size > 1 and mode == "ring" and kernel.name not in RING_KERNELS:
         for other in RING_KERNELS:
             try:
-                return select_kernel(other, args.device, dtype)
+                return select_kernel(other, args.device, dtype, head_size)
             except UserError as problem:
                 logger.info("sequence parallelism, ring: %s", problem)
     if size > 1:

@@ -16,7 +16,7 @@ from ..checkpoints.internvl_format import MODEL_TYPE, VISION_TYPE, check_internv
 from ..checkpoints.internvl_format_files import config_of, load_internvl_format, load_internvl_vision, local_folder
 from ..checkpoints.tokenizers import image_token_id, load_tokenizer
 from ..errors import UserError, first_line, naming
-from .attention import linear_layers, log_linear_attention, register_packed_attention, select_kernel
+from .attention import head_size_of, linear_layers, log_linear_attention, register_packed_attention, select_kernel
 from .compiled import compile_blocks, repeated_blocks
 from .experts import choose_experts, gather_experts_together
 from .families import check_attention, check_kind
@@ -109,7 +109,8 @@ def build_model(
     )
     if fp8 is not None:
         check_fp8(fp8, device, compute_dtype or dtype)
-    implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype)
+    head_size = head_size_of(config_of(model_name_or_path or llm_path))
+    implementation = register_packed_attention(attn_kernel, device, compute_dtype or dtype, head_size)
     if model_name_or_path is not None:
         model = _load(model_name_or_path, tokenizer, implementation, dtype, family_check)
     elif vision_path is not None and llm_path is not None:

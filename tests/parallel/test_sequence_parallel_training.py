@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -305,15 +306,16 @@ def test_a_preset_is_trained_by_ring_as_it_was_planned(made, tmp_path):
 
 @pytest.mark.parametrize(("runs_here", "taken"), [(("flash_attn", "varlen"), "flash_attn"), (("varlen",), "varlen")])
 def test_ring_takes_the_first_kernel_that_attends_to_parts_of_segments(runs_here, taken, made, tmp_path, monkeypatch):
-    def select(name, device, dtype):
+    def select(name, device, dtype, head_size):
+        assert head_size == 16
         if name not in ("auto", "fa4", *runs_here):
             raise UserError(f"--attn_kernel {name} needs something that is not there")
         return KERNELS["fa4" if name == "auto" else name]
 
     monkeypatch.setattr(sequence, "select_kernel", select)
-    *_, args = options_of(made, tmp_path, *sharing(2, "ring"))
-    assert sequence.select_shared_kernel("auto", args, torch.float32).name == taken
+    model_args, _, args = options_of(made, tmp_path, *sharing(2, "ring"))
+    assert sequence.select_shared_kernel(model_args, args, torch.float32).name == taken
     with pytest.raises(UserError, match="--attn_kernel fa4 with --sequence_parallel_mode ring"):
-        sequence.select_shared_kernel("fa4", args, torch.float32)
-    *_, args = options_of(made, tmp_path, *sharing(2))
-    assert sequence.select_shared_kernel("auto", args, torch.float32).name == "fa4"
+        sequence.select_shared_kernel(replace(model_args, attn_kernel="fa4"), args, torch.float32)
+    model_args, _, args = options_of(made, tmp_path, *sharing(2))
+    assert sequence.select_shared_kernel(model_args, args, torch.float32).name == "fa4"

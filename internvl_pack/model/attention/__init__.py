@@ -11,7 +11,7 @@ boundaries.py     checks of cu_seqlens
 from .boundaries import check_boundaries, validate_cu_seqlens
 from .kernels import HALF, KERNELS, Kernel, Row, attend_row, attention_operation, register_kernel, run_device
 from .linear import Stretches, keep_states_apart, linear_layers, log_linear_attention, stretches
-from .register import kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
+from .register import head_size_of, kernel_of, one_dtype, packed_row, register_packed_attention, select_kernel
 from .tree import TreeLinks, tree_links
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "attend_row",
     "attention_operation",
     "check_boundaries",
+    "head_size_of",
     "keep_states_apart",
     "kernel_of",
     "linear_layers",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -76,32 +76,51 @@ def packed_row(
 
 
 def select_kernel(
-    name: str = "auto", device: torch.device | str | None = None, compute_dtype: torch.dtype = torch.bfloat16
+    name: str = "auto",
+    device: torch.device | str | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    head_size: int | None = None,
 ) -> Kernel:
     """The kernel called `name`, or with `auto` the first of KERNELS that runs on `device`.
 
     Args:
         device: see `run_device`.
         compute_dtype: of q, k and v in training, so under autocast that of the autocast.
+        head_size: of the language model, see `head_size_of`; None if it is not known.
 
     Raises:
         UserError: an unknown name, or a kernel that was asked for and cannot run so.
     """
     device = run_device(device)
     if name == "auto":
-        return next(kernel for kernel in KERNELS.values() if _problem(kernel, device, compute_dtype) is None)
+        return next(kernel for kernel in KERNELS.values() if _problem(kernel, device, compute_dtype, head_size) is None)
     if name not in KERNELS:
         raise UserError(f"--attn_kernel {name!r} is unknown: use auto, {', '.join(KERNELS)}")
-    if problem := _problem(KERNELS[name], device, compute_dtype):
+    if problem := _problem(KERNELS[name], device, compute_dtype, head_size):
         raise UserError(f"--attn_kernel {name} {problem}")
     return KERNELS[name]
 
 
-def _problem(kernel: Kernel, device: torch.device, compute_dtype: torch.dtype) -> str | None:
+def head_size_of(config: Mapping[str, Any]) -> int | None:
+    """Of a language model, alone or within another, by its config.json; None where that leaves it to the class."""
+    text = config.get("text_config") or config.get("llm_config") or config
+    if text.get("head_dim"):
+        return int(text["head_dim"])
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
+    return width // heads if heads and width else None
+
+
+def _problem(kernel: Kernel, device: torch.device, compute_dtype: torch.dtype, head_size: int | None) -> str | None:
     if problem := kernel.problem(device):
         return problem
     if kernel.half_only and compute_dtype not in HALF:
         return f"computes in bfloat16 or float16, this run in {compute_dtype}: set --bf16, or --attn_kernel sdpa"
+    sizes = kernel.head_sizes
+    if head_size is not None and sizes is not None and head_size not in sizes:
+        return (
+            f"takes head sizes that are multiples of {sizes.step} up to {sizes[-1]}, this model's is {head_size}: use "
+            "--attn_kernel auto or sdpa"
+        )
     return None
 
 
@@ -111,9 +130,12 @@ def kernel_of(implementation: str | None) -> Kernel:
 
 
 def register_packed_attention(
-    kernel: str = "auto", device: torch.device | str | None = None, compute_dtype: torch.dtype = torch.bfloat16
+    kernel: str = "auto",
+    device: torch.device | str | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    head_size: int | None = None,
 ) -> str:
-    """Register the chosen kernel with transformers; registering twice is harmless.
+    """Register the chosen kernel with transformers; registering twice is harmless. Arguments: see `select_kernel`.
 
     Returns:
         the name to set as the text config's attn_implementation.
@@ -124,7 +146,7 @@ def register_packed_attention(
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    chosen = select_kernel(kernel, device, compute_dtype)
+    chosen = select_kernel(kernel, device, compute_dtype, head_size)
     AttentionInterface.register(chosen.implementation, _attention_function(chosen))
     AttentionMaskInterface.register(chosen.implementation, _attention_mask)
     logger.info("attention kernel: %s", chosen.name)

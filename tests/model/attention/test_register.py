@@ -12,6 +12,7 @@ from internvl_pack.errors import UserError
 from internvl_pack.model.attention import (
     KERNELS,
     Kernel,
+    head_size_of,
     register_kernel,
     register_packed_attention,
     select_kernel,
@@ -71,6 +72,24 @@ def test_float32_on_cuda_is_sdpa(cuda_like):
     assert select_kernel("auto", "cuda", torch.float32).name == "sdpa"
     with pytest.raises(UserError, match=r"--attn_kernel varlen computes in bfloat16 or float16.*set --bf16"):
         select_kernel("varlen", "cuda", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "head_size", "taken"),
+    [
+        ({"hidden_size": 896, "num_attention_heads": 14}, 64, "varlen"),
+        ({"text_config": {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 256}}, 256, "varlen"),
+        ({"llm_config": {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 288}}, 288, "sdpa"),
+        ({"hidden_size": 840, "num_attention_heads": 14}, 60, "sdpa"),
+        ({"model_type": "of a class that says it"}, None, "varlen"),
+    ],
+)
+def test_auto_passes_over_kernels_that_do_not_take_the_models_heads(cuda_like, config, head_size, taken):
+    assert head_size_of(config) == head_size
+    assert select_kernel("auto", "cuda", head_size=head_size).name == taken
+    if taken == "sdpa":
+        with pytest.raises(UserError, match=f"multiples of 8 up to 256, this model's is {head_size}: use .* sdpa"):
+            select_kernel("varlen", "cuda", head_size=head_size)
 
 
 def test_a_kernel_is_added_in_a_few_lines(tokenizer, monkeypatch):

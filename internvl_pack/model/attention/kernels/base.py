@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+FLASH_HEADS = range(8, 257, 8)  # head sizes that flash attention takes
 
 
 class Row(NamedTuple):
@@ -67,6 +68,7 @@ class Kernel:
         run: run(q, k, v, row) -> out, with its gradient; the row is causal.
         problem: of a device: None if the kernel runs there, else why not and what to do instead.
         half_only: whether q, k, v must be float16 or bfloat16.
+        head_sizes: that it takes; None for all.
         forward: forward(q, k, v, row) -> out, lse, without a gradient, called outside of autocast. lse is the
             log-sum-exp of the scores, float32 (Hq, N). None where a compiled layer is to call `run` between two graphs.
         backward: backward(upstream, q, k, v, out, lse, row) -> gradients of q, k and v, in their types or float32. out
@@ -82,6 +84,7 @@ class Kernel:
     run: Callable[[Tensor, Tensor, Tensor, Row], Tensor]
     problem: Callable[[torch.device], str | None]
     half_only: bool
+    head_sizes: range | None = None
     forward: Callable[[Tensor, Tensor, Tensor, Row], tuple[Tensor, Tensor]] | None = None
     backward: Callable[..., Gradients] | None = None
     tiles_forward: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Gradients, Kernel, Row, needs_ampere
+from .base import FLASH_HEADS, Gradients, Kernel, Row, needs_ampere
 
 
 @functools.cache
@@ -107,6 +107,7 @@ KERNEL = Kernel(
     run=run,
     problem=problem,
     half_only=True,
+    head_sizes=FLASH_HEADS,
     forward=forward,
     backward=backward,
     tiles_forward=tiles_forward,

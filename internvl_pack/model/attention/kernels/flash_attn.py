@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .base import Gradients, Kernel, Row, needs_ampere
+from .base import FLASH_HEADS, Gradients, Kernel, Row, needs_ampere
 
 
 @functools.cache
@@ -71,4 +71,12 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-KERNEL = Kernel(name="flash_attn", run=run, problem=problem, half_only=True, forward=forward, backward=backward)
+KERNEL = Kernel(
+    name="flash_attn",
+    run=run,
+    problem=problem,
+    half_only=True,
+    head_sizes=FLASH_HEADS,
+    forward=forward,
+    backward=backward,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Gradients, Kernel, Row, needs_ampere
+from .base import FLASH_HEADS, Gradients, Kernel, Row, needs_ampere
 from .flash_attn import bounds
 from .operation import attend_row
 
@@ -35,4 +35,12 @@ def _options(q: Tensor, row: Row) -> dict[str, float | int]:
     return {"scale": row.scale_of(q), "window_size_left": left, "window_size_right": right}
 
 
-KERNEL = Kernel(name="varlen", run=run, problem=needs_ampere, half_only=True, forward=forward, backward=backward)
+KERNEL = Kernel(
+    name="varlen",
+    run=run,
+    problem=needs_ampere,
+    half_only=True,
+    head_sizes=FLASH_HEADS,
+    forward=forward,
+    backward=backward,
+)
