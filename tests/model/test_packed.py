@@ -180,6 +180,20 @@ def test_the_heads_gradients_are_autograds(kernel, trains):
         assert module(tensors[0], targets, weights)[0].item() == pytest.approx(weighted.item(), rel=1e-6)
 
 
+def test_the_heads_gradients_are_finite_whatever_lay_in_memory(monkeypatch):
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 16).bfloat16(), torch.randn(301, 16).bfloat16()  # no multiple of the alignment, and odd
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # then memory that nothing has written to is NaN
+    try:
+        logits = head.logits_of(x, weight, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    beside = logits.as_strided((64, logits.stride(0) - 301), logits.stride(), logits.storage_offset() + 301)
+    assert beside.eq(0).all()
+    assert head.gradient_of_input(logits, weight).isfinite().all()
+
+
 def test_the_heads_gradients_are_given_once(tokenizer):
     packed = tiny_packed(tokenizer)
     loss = packed(**packed_batch(mixed_segments(tokenizer))).loss

@@ -207,7 +207,9 @@ def vocabulary_pieces(width: int) -> list[slice]:
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (C, H) @ weight (V, H).T + bias, without autograd; rows (C, V) lie a multiple of ALIGNMENT apart in memory."""
     width = len(weight)
-    out = x.new_empty((len(x), width + -width % ALIGNMENT))[:, :width]
+    padded = x.new_empty((len(x), width + -width % ALIGNMENT))
+    padded[:, width:] = 0  # oneDNN's bfloat16 products read one column beyond an odd width, and NaN times 0 is NaN
+    out = padded[:, :width]
     for piece in vocabulary_pieces(width):
         if bias is None:
             torch.mm(x, weight[piece].t(), out=out[:, piece])
