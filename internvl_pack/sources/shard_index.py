@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -107,12 +109,36 @@ def _hash(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-@dataclass(slots=True)
-class _Run:
-    """The rows of adjacent members of one key, and the damage next to them."""
+class _Columns:
+    """Rows that are added one by one, as the arrays of a `ShardIndex`: as objects they would take 15 times as much.
 
-    rows: list[Row]
-    beside: Damage | None = None
+    `first` begins with 0 and ends with the number of members.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.member, self.status, self.hashes = array("I", [0]), array("Q"), array("B"), array("Q")
+
+    def __len__(self) -> int:
+        return len(self.status)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.member.extend(row.headers)
+            self.first.append(len(self.member))
+            self.status.append(row.status)
+            self.hashes.append(_hash(row.key))
+
+    def copy(self, other: _Columns, start: int, stop: int) -> None:
+        """Add rows [start, stop) of others."""
+        shift = len(self.member) - other.first[start]
+        self.member.extend(other.members(start, stop))
+        self.first.extend(end + shift for end in other.first[start + 1 : stop + 1])
+        self.status.extend(other.status[start:stop])
+        self.hashes.extend(other.hashes[start:stop])
+
+    def members(self, start: int, stop: int) -> array[int]:
+        """Positions of the headers of rows [start, stop)."""
+        return self.member[self.first[start] : self.first[stop]]
 
 
 class _ShardScan:
@@ -121,8 +147,10 @@ class _ShardScan:
     def __init__(self, path: str, fd: int, stamp: Stamp) -> None:
         self.path, self.fd, self.stamp = path, fd, stamp
         self.read = windowed(lambda offset, num_bytes: pread_all(fd, num_bytes, offset))
-        self.runs: dict[str, list[_Run]] = {}  # by key
-        self.last_run: _Run | None = None
+        self.rows = _Columns()
+        # A run is the rows of adjacent members of one key: the key's hash, and its first row.
+        self.run_keys, self.run_rows = array("q"), array("I", [0])
+        self.beside: dict[int, Damage] = {}  # by the run next to it
         self.damage: list[Damage] = []
         self.warnings: list[str] = []
         self.pending: list[Entry] = []
@@ -144,10 +172,10 @@ class _ShardScan:
             self.warnings.append(f"{self.path} holds no sample")
         return ShardIndex(
             self.stamp,
-            np.cumsum([0, *(len(row.headers) for row in rows)], dtype=np.uint32),
-            np.array([header for row in rows for header in row.headers], np.uint64),
-            np.array([row.status for row in rows], np.uint8),
-            np.array([_hash(row.key) for row in rows], np.uint64),
+            np.asarray(rows.first),
+            np.asarray(rows.member),
+            np.asarray(rows.status),
+            np.asarray(rows.hashes),
             self.content.hexdigest(),
             damage,
             tuple(self.warnings),
@@ -210,16 +238,19 @@ class _ShardScan:
         if not self.pending:
             return
         self.last_key = self.pending[0].key
-        self.last_run = _Run(rows_of_key(self.pending), self.scar)
-        self.runs.setdefault(self.last_key, []).append(self.last_run)
+        if self.scar is not None:
+            self.beside[len(self.run_keys)] = self.scar
+        self.rows.add(rows_of_key(self.pending))
+        self.run_keys.append(hash(self.last_key))
+        self.run_rows.append(len(self.rows))
         self.scar, self.pending = None, []
 
     def _hurt(self, reason: str, position: int, text: str) -> None:
         self._close_run()
         hurt = Damage(reason, position, text, self.last_key)
         self.damage.append(hurt)
-        if self.last_run is not None:
-            self.last_run.beside = hurt
+        if self.run_keys:
+            self.beside[len(self.run_keys) - 1] = hurt
         self.scar = hurt
 
     def _skip_cut(self, member: Member) -> int:
@@ -234,7 +265,7 @@ class _ShardScan:
     def _skip_damage(self, position: int, error: DamagedHeaderError) -> int:
         """Where to go on reading after a header that is none."""
         found = find_header(self.fd, error.position + 1, self.stamp.size)
-        nothing_yet = not self.runs and not self.pending and not self.damage
+        nothing_yet = not self.run_keys and not self.pending and not self.damage
         if found is None and nothing_yet and position == 0:
             start = self.read(0, 16)
             cure = " (a pointer of Git LFS: git lfs pull)" if start.startswith(b"version https://") else ""
@@ -262,21 +293,39 @@ class _ShardScan:
             position += len(chunk)
         return size
 
-    def _settle(self) -> list[Row]:
-        """Join the runs of one key and see which rows the damage took."""
-        self._warn_of_split_keys({key: runs for key, runs in self.runs.items() if len(runs) > 1})
-        found: list[Row] = []
-        for runs in self.runs.values():
-            rows = runs[0].rows
+    def _settle(self) -> _Columns:
+        """Join the runs of one key and see which rows the damage took; all others are as they were read."""
+        found, joined = _Columns(), np.zeros(len(self.run_keys), bool)
+
+        def copy(run: int, stop: int) -> None:
+            for cut in [*(run + np.flatnonzero(joined[run:stop])).tolist(), stop]:
+                found.copy(self.rows, self.run_rows[run], self.run_rows[cut])
+                run = cut + 1
+
+        next_run = num_split = 0
+        for runs in _looked_at_again(np.array(self.run_keys), list(self.beside)):
+            copy(next_run, runs[0])
+            next_run = runs[0] + 1
+            joined[runs] = True
+            headers = [self.rows.members(self.run_rows[run], self.run_rows[run + 1]) for run in runs]
+            entries = [read_entry(self.read, each, self.stamp.size) for each in sorted(chain(*headers))]
             if len(runs) > 1:
-                headers = sorted(header for run in runs for row in run.rows for header in row.headers)
-                rows = rows_of_key([read_entry(self.read, header, self.stamp.size) for header in headers])
-            hurt = next((run.beside for run in runs if run.beside is not None), None)
-            for row in rows:
-                if hurt is not None and self._was_lost(row):
-                    hurt.lost.append(row.key)
-                else:
-                    found.append(row)
+                num_split += 1
+                if num_split == 1:
+                    split_key, places = entries[0].key, (headers[0][0], headers[1][0])
+            hurt = next((self.beside[run] for run in runs if run in self.beside), None)
+            for key in dict.fromkeys(entry.key for entry in entries):  # one, but for keys of one hash
+                for row in rows_of_key([entry for entry in entries if entry.key == key]):
+                    if hurt is not None and self._was_lost(row):
+                        hurt.lost.append(row.key)
+                    else:
+                        found.add([row])
+        copy(next_run, len(self.run_keys))
+        if num_split:
+            self.warnings.append(
+                f"{self.path}: the members of key {split_key!r} are not adjacent (bytes {places[0]} and {places[1]}); "
+                f"members of one key are joined ({count(num_split, 'such keys')} in this shard)"
+            )
         for hurt in self.damage:
             if not hurt.reason:
                 if hurt.lost:
@@ -303,15 +352,19 @@ class _ShardScan:
             return error.reason == "image_missing"
         return False
 
-    def _warn_of_split_keys(self, split: Mapping[str, list[_Run]]) -> None:
-        if not split:
-            return
-        key, runs = next(iter(split.items()))
-        first, second = (run.rows[0].headers[0] for run in runs[:2])
-        self.warnings.append(
-            f"{self.path}: the members of key {key!r} are not adjacent (bytes {first} and {second}); "
-            f"members of one key are joined ({count(len(split), 'such keys')} in this shard)"
-        )
+
+def _looked_at_again(keys: np.ndarray, beside: list[int]) -> Iterator[list[int]]:
+    """The runs of each key that has several, or whose one is beside damage; by their first.
+
+    Args:
+        keys: int64 (runs,), hashes.
+    """
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(keys[order]) != 0)[: len(keys)])
+    sizes = np.diff(np.append(starts, len(keys)))
+    first = order[starts]
+    for key in sorted(np.flatnonzero((sizes > 1) | np.isin(first, beside)).tolist(), key=first.__getitem__):
+        yield order[starts[key] : starts[key] + sizes[key]].tolist()
 
 
 def scan_shard(path: str) -> ShardIndex:
