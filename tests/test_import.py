@@ -48,6 +48,7 @@ def test_public_names_bring_torch_and_nothing_else_that_is_slow():
         "import internvl_pack",
         "from internvl_pack import PackingConfig, UserError, SampleError",
         "import internvl_pack.packing.packer",
+        "import internvl_pack.survey.workers",  # what each process of --workers imports
         HELP,
     ],
 )

@@ -12,9 +12,10 @@ import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,9 @@ class Exchange:
     def _store(self) -> Any:
         """This process's own connection."""
         if self._client is None or self._client[0] != os.getpid():
-            store = dist.TCPStore(
+            from torch.distributed import TCPStore  # two seconds, which workers that only measure do not need
+
+            store = TCPStore(
                 self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
             )
             self._client = (os.getpid(), store)
@@ -57,13 +60,17 @@ class Exchange:
         return base64.b64decode(agreed)
 
 
-def local_store() -> dist.TCPStore:
+def local_store() -> TCPStore:
     """A TCP store of this process for its own readers, at its `host` and `port`; lives as long as this object."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def store_of_the_run() -> tuple[str, int] | None:
     """(host, port) of the store that the run's processes met at; None for a process that is alone."""
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
