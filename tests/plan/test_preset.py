@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from helpers.presets import CONFIG, files, planned, preset_loaders
 
 from internvl_pack.batch.collate import FILLER_ID
 from internvl_pack.checkpoints.encoding import encode_config
+from internvl_pack.cli import main
 from internvl_pack.errors import UserError
 from internvl_pack.packing.budget import Budget
 from internvl_pack.packing.offline import first_fit_decreasing, first_fit_shuffle
@@ -33,6 +33,7 @@ from internvl_pack.records import whole
 from internvl_pack.samples import Samples
 from internvl_pack.stream.dataset import PackedDataset
 from internvl_pack.stream.preset_dataset import PresetDataset
+from internvl_pack.survey import workers
 from internvl_pack.survey.survey import Survey
 from internvl_pack.testing.tiny import save_tiny_checkpoint
 
@@ -393,38 +394,41 @@ def test_a_plan_that_was_stopped_goes_on(stage, data, preset, tokenizer, tmp_pat
     assert files(out) == files(preset)
 
 
-def test_a_plan_that_was_killed_goes_on_from_its_survey(data, tokenizer, tmp_path):
+def test_a_plan_that_was_killed_goes_on_from_its_survey(data, tokenizer, tmp_path, monkeypatch):
+    """A forked process is killed on its way; this one goes on."""
+    monkeypatch.setattr(workers, "BLOCK_ROWS", 16)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    code = "import sys, time; from internvl_pack.survey import survey, workers; workers.BLOCK_ROWS = 16\n"
-    code += "m = survey.Survey.measure\n"
-    slow = "survey.Survey.measure = lambda *a: (time.sleep(0.02), print('row', a[2], flush=True), m(*a))[2]\n"
-    main = "from internvl_pack.cli import main; sys.exit(main())"
     options = ["plan", str(data), "--out", str(tmp_path / "preset"), "--tokenizer", str(tmp_path / "tokenizer")]
     options += ["--workers", "0", "--max_packed_tokens", "4096"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    environment["INTERNVL_PACK_CACHE"] = str(tmp_path / "cache")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code + slow + main, *options], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    before: list[str] = []
-    deadline = time.monotonic() + 120
-    while len(before) < 60 and time.monotonic() < deadline:
-        before.append(process.stdout.readline())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    reading, writing = os.pipe()
+
+    def slowly(survey, dataset, row, measure=Survey.measure):
+        time.sleep(0.02)
+        os.write(writing, f"{row}\n".encode())
+        return measure(survey, dataset, row)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Survey, "measure", slowly)
+        process = multiprocessing.get_context("fork").Process(target=main, args=(options,))
+        process.start()
+    os.close(writing)
+    with open(reading, encoding="ascii") as rows:
+        before = [int(row) for row in islice(rows, 60)]
+        process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len(before) == 60 and not (tmp_path / "preset" / "preset.json").exists()
-    again = subprocess.run(
-        [sys.executable, "-c", code + slow + main, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kept = {line.split()[1] for line in before[:48]}  # whole blocks
-    after = {line.split()[1] for line in again.stdout.splitlines() if line.startswith("row")}
-    assert len(after) >= COUNT + 6 - 64 and kept - after >= {str(row) for row in range(48)} - {"5"}
+
+    after: list[int] = []
+    with monkeypatch.context() as patched:
+        measure = Survey.measure
+        patched.setattr(Survey, "measure", lambda self, d, row: after.append(row) or measure(self, d, row))
+        assert main(options) == 0
+    assert before[:48] == list(range(48))  # whole blocks
+    assert len(set(after)) >= COUNT + 6 - 64 and set(before[:48]) - set(after) >= set(range(48)) - {5}
+    monkeypatch.setenv("INTERNVL_PACK_CACHE", str(tmp_path / "of the whole"))
     options[3] = str(tmp_path / "whole")
-    subprocess.run([sys.executable, "-c", code + main, *options], env=environment, capture_output=True, check=True)
+    assert main(options) == 0
     assert files(tmp_path / "preset") == files(tmp_path / "whole")
 
 
