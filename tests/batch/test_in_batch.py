@@ -333,8 +333,8 @@ def assert_one_training(model, meta, tokenizer, tmp_path, encode, row, count):
 
 @pytest.mark.slow
 def test_all_three_packing_modes_train_the_same_samples_with_the_same_loss_and_gradients(tokenizer, tmp_path):
-    meta = write_jsonl(tmp_path, 200)
-    assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, ROW, 200)
+    meta = write_jsonl(tmp_path, 100)
+    assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, ROW, 100)
 
 
 @pytest.mark.slow
@@ -362,4 +362,5 @@ def write_real(shared_dir, folder, tokenizer, count):
 def test_all_three_packing_modes_agree_on_500_real_samples(tokenizer, tmp_path, shared_dir):
     meta = write_real(shared_dir, tmp_path, tokenizer, 500)
     row = {"max_packed_tokens": 6144, "num_images_expected": 160}
-    assert_one_training(tiny_packed(tokenizer), meta, tokenizer, tmp_path, TINY, row, 500)
+    small = {"hidden_size": 32, "vision_hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    assert_one_training(tiny_packed(tokenizer, **small), meta, tokenizer, tmp_path, TINY, row, 500)

@@ -60,14 +60,22 @@ def test_every_grid_gives_the_same_steps_each_sample_once_none_empty(
     )
 
 
+@pytest.fixture(scope="module")
+def without_workers(jsonl, tokenizer) -> dict[tuple[int, int, int], list[str]]:
+    """The batches of (rank, ranks, accumulation)."""
+    places = [(rank, ranks, n) for ranks, n in ((1, 1), (2, 3), (3, 2)) for rank in sorted({0, ranks - 1})]
+    return {
+        place: [fingerprint(batch) for batch in loader_of(jsonl, tokenizer, *place[:2], accumulation=place[2])]
+        for place in places
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_workers_gives_the_same_batches(workers, jsonl, tokenizer):
-    for ranks, accumulation in ((1, 1), (2, 3), (3, 2)):
-        for rank in {0, ranks - 1}:
-            expected = [fingerprint(b) for b in loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation)]
-            found = loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation, num_workers=workers)
-            assert [fingerprint(batch) for batch in found] == expected
+def test_any_number_of_workers_gives_the_same_batches(workers, without_workers, jsonl, tokenizer):
+    for (rank, ranks, accumulation), expected in without_workers.items():
+        found = loader_of(jsonl, tokenizer, rank, ranks, accumulation=accumulation, num_workers=workers)
+        assert [fingerprint(batch) for batch in found] == expected
 
 
 @pytest.mark.slow
@@ -187,10 +195,14 @@ def test_a_last_step_of_fewer_packs_than_ranks_gives_all_of_them_work(jsonl, tok
 # -- resume --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def whole(jsonl, tokenizer) -> list:
+    return samples_of(loaders(jsonl, tokenizer, 2, accumulation=3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stop", "workers"), [(0, 0), (1, 4), (3, 0), (7, 2)])
-def test_a_run_goes_on_from_its_state_on_any_ranks_and_workers(stop, workers, jsonl, tokenizer):
-    whole = samples_of(loaders(jsonl, tokenizer, 2, accumulation=3))
+def test_a_run_goes_on_from_its_state_on_any_ranks_and_workers(stop, workers, whole, jsonl, tokenizer):
     first = loaders(jsonl, tokenizer, 2, accumulation=3, num_workers=workers)
     assert len(steps_of(first, stop)) == stop
     states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
