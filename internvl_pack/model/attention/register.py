@@ -104,10 +104,10 @@ def select_kernel(
 def head_size_of(config: Mapping[str, Any]) -> int | None:
     """Of a language model, alone or within another, by its config.json; None where that leaves it to the class."""
     text = config.get("text_config") or config.get("llm_config") or config
-    if text.get("head_dim"):
-        return int(text["head_dim"])
-    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
-    return width // heads if heads and width else None
+    size, heads, width = (text.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        size = size or width // heads
+    return size if isinstance(size, int) else None  # what is of another kind is refused where it is loaded
 
 
 def _problem(kernel: Kernel, device: torch.device, compute_dtype: torch.dtype, head_size: int | None) -> str | None:

@@ -82,6 +82,7 @@ def test_float32_on_cuda_is_sdpa(cuda_like):
         ({"llm_config": {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 288}}, 288, "sdpa"),
         ({"hidden_size": 840, "num_attention_heads": 14}, 60, "sdpa"),
         ({"model_type": "of a class that says it"}, None, "varlen"),
+        ({"hidden_size": 896, "num_attention_heads": "14"}, None, "varlen"),  # refused where it is loaded
     ],
 )
 def test_auto_passes_over_kernels_that_do_not_take_the_models_heads(cuda_like, config, head_size, taken):
