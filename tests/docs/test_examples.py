@@ -108,10 +108,11 @@ def test_commands_run(block, checkout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_RUN)
-def test_python_blocks_run(page, checkout):
+def test_python_blocks_run(page, checkout, tmp_path, monkeypatch):
     script = checkout / "page.py"
     script.write_text("\n".join(block.code for block in PYTHON_RUN[page]), encoding="utf-8")
-    run(checkout, sys.executable, script)
+    monkeypatch.chdir(checkout)
+    run_on_ranks("helpers.page_loops:run_program", str(script), 1, tmp_path / "log", HOME=str(tmp_path))
 
 
 @pytest.mark.slow

@@ -1,17 +1,28 @@
-"""Loops of a page on several ranks, for `ranks.run`."""
+"""Code of a page, a program of its own or loops on several ranks, for `ranks.run`."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from helpers.ranks import OF_A_LAUNCHER
 from internvl_pack.stream.loader import PackLoader
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_program(script: str) -> None:
+    """As `python SCRIPT` does, without a launcher; what it imports is there already."""
+    for name in OF_A_LAUNCHER:
+        del os.environ[name]
+    sys.argv, sys.path[0] = [script], str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
 
 
 def run_all(page: dict[str, Any]) -> None:
