@@ -26,7 +26,7 @@ from train.accounting import read_sample_log
 from train.checkpoint import load_packing_state
 from train.resume import move_back
 
-COUNT = 240
+COUNT = 150
 PACKS_PER_STEP = 12  # on 1, 2, 3 or 4 ranks
 
 pytestmark = pytest.mark.slow
