@@ -103,7 +103,8 @@ def select_kernel(
 
 def head_size_of(config: Mapping[str, Any]) -> int | None:
     """Of a language model, alone or within another, by its config.json; None where that leaves it to the class."""
-    text = config.get("text_config") or config.get("llm_config") or config
+    within = (config.get(name) for name in ("text_config", "llm_config"))
+    text = next((found for found in within if found and isinstance(found, Mapping)), config)
     size, heads, width = (text.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         size = size or width // heads

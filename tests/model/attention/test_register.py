@@ -83,6 +83,7 @@ def test_float32_on_cuda_is_sdpa(cuda_like):
         ({"hidden_size": 840, "num_attention_heads": 14}, 60, "sdpa"),
         ({"model_type": "of a class that says it"}, None, "varlen"),
         ({"hidden_size": 896, "num_attention_heads": "14"}, None, "varlen"),  # refused where it is loaded
+        ({"llm_config": "qwen2"}, None, "varlen"),
     ],
 )
 def test_auto_passes_over_kernels_that_do_not_take_the_models_heads(cuda_like, config, head_size, taken):
