@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from accelerate.state import AcceleratorState
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
@@ -92,13 +93,20 @@ def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
     return alone.tolist(), packed.tolist()
 
 
+def traced(numbers: set[str], graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """The backend aot_eager. Adds names of the whole numbers that the graph is given."""
+    places = graph.graph.find_nodes(op="placeholder")
+    numbers |= {place.name for place in places if isinstance(place.meta["example_value"], torch.SymInt)}
+    return lookup_backend("aot_eager")(graph, inputs)
+
+
 def run_all(runs: list[dict[str, Any]]) -> None:
     """Make runs, each into its output folder.
 
     Writes rank<r>.json: by step, marks of weights and optimizer states after it, the learning rate, whether it was
     skipped, and the ids of that rank's samples; losses and norms; tiles of every forward pass; what the log said; how
-    often something was compiled; and if asked for, of a row at the end, losses of its targets packed and a sample at a
-    time.
+    often something was compiled, and which whole numbers graphs take as inputs; and if asked for, of a row at the end,
+    losses of its targets packed and a sample at a time.
 
     Args:
         runs: {"options": [options of finetune.py], "planted": [step, rank] of a NaN in a gradient, or null,
@@ -106,7 +114,9 @@ def run_all(runs: list[dict[str, Any]]) -> None:
             row at the end}.
     """
     set_up_logging()
-    build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")  # Inductor needs a C++ compiler here
+    numbers: set[str] = set()
+    backend = partial(traced, numbers)  # Inductor needs a C++ compiler here
+    build.compile_blocks = partial(build.compile_blocks, backend=backend)
     torch._dynamo.config.recompile_limit = 64  # runs share what is compiled, and each adds a case or two
     for run in runs:
         warnings = BufferingHandler(capacity=10_000)
@@ -129,12 +139,14 @@ def run_all(runs: list[dict[str, Any]]) -> None:
             "steps": watch.steps,
             "lines": [record.getMessage() for record in warnings.buffer],
             "compiled": watch.compiled,
+            "numbers": sorted(numbers),
             "tiles": tiles,
         }
         if run["row"]:
             seen["alone"], seen["packed"] = alone_and_packed(trainer)
         out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
         out.write_text(json.dumps(seen), encoding="utf-8")
+        numbers.clear()
         del prepared, trainer, watch
         gc.collect()
         AcceleratorState._reset_state()  # one DeepSpeed config a process is accelerate's rule

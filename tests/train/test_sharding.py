@@ -47,6 +47,7 @@ RUNS = {  # those of FSDP2 first: accelerate does not leave DeepSpeed again
     "zero1, half": ZERO1 | HALF,
 }
 REFERENCE = {name: "zero1" + "".join(name.partition(", ")[1:]) for name in RUNS}
+IS_COMPILED = [name for name, options in RUNS.items() if options.items() >= COMPILED.items()]
 LOOSE = {"fsdp2, half": 3e-2}  # of the others sums differ in their order alone
 
 RESUMED = "zero3 compiled, resumed"
@@ -97,7 +98,7 @@ def test_the_saved_model_is_that_of_zero_1(name, runs, made):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", [name for name, options in RUNS.items() if options.items() >= COMPILED.items()])
+@pytest.mark.parametrize("name", IS_COMPILED)
 def test_nothing_is_compiled_again(name, runs):
     for rank in runs[name]:
         before, *after = rank["compiled"]
@@ -108,6 +109,14 @@ def test_nothing_is_compiled_again(name, runs):
 def test_packed_samples_have_the_losses_they_have_alone(name, runs):
     for rank in runs[name]:
         assert rank["packed"] == pytest.approx(rank["alone"], rel=LOOSE.get(name, 1e-4))
+
+
+@pytest.mark.parametrize("name", IS_COMPILED)
+def test_graphs_take_sizes_of_rows_as_inputs_and_those_of_layers_as_constants(name, runs):
+    """Heads, their width and the like: as symbols they make compiling slow."""
+    for rank in runs[name]:
+        assert "l_kwargs_max_length_q_" in rank["numbers"], "the longest segment"
+        assert not [number for number in rank["numbers"] if number.startswith("l_self_")]
 
 
 def test_a_compiled_run_of_zero_3_goes_on_where_it_was(runs):
