@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def run_ranks(
     planted: tuple[int, int] | None = None,
     warm_up: tuple[str, ...] = (),
     processes: int = 2,
-    row: bool = False,
+    row: Collection[str] = (),
     **env: str,
 ) -> dict[str, list[dict[str, Any]]]:
     """By run what each rank wrote down.
@@ -31,14 +32,14 @@ def run_ranks(
         planted: step and rank of a NaN in a gradient, for all of them.
         warm_up: names of those to warm up first, beside those that are compiled.
         processes: how many ranks.
-        row: whether to run a row at the end of each, packed and a sample at a time.
+        row: names of those that run a row at the end, packed and a sample at a time.
         env: over this process's environment.
     """
     series = []
     for name, own in runs.items():
         places = {"model_name_or_path": made / "model", "meta_path": made / "meta.json", "output_dir": made / name}
         words = [str(word) for key, value in (OPTIONS | places | own).items() for word in (f"--{key}", value)]
-        series.append({"options": words, "planted": planted, "warm_up": name in warm_up, "row": row})
+        series.append({"options": words, "planted": planted, "warm_up": name in warm_up, "row": name in row})
     ranks.run("helpers.step_worker:run_all", series, processes, made / "log.txt", timeout=900, **env)
     return {
         name: [json.loads((made / name / f"rank{rank}.json").read_text()) for rank in range(processes)] for name in runs

@@ -10,7 +10,7 @@ from helpers.stepping import run_ranks
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAVED = 12, 6
+STEPS, SAVED = 8, 4
 COMMON = {
     "max_steps": STEPS,
     "lr_scheduler_type": "constant",
@@ -73,7 +73,7 @@ def runs(made):
     more = {"save_strategy": "no", "resume_from_checkpoint": checkpoint}
     resumed = RUNS["zero3 compiled"] | more
     every = {name: COMMON | options for name, options in RUNS.items()}
-    return run_ranks(made, every | {RESUMED: COMMON | resumed}, row=True)
+    return run_ranks(made, every | {RESUMED: COMMON | resumed}, row=RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
