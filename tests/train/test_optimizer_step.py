@@ -15,7 +15,7 @@ from train.environment import CONFIGS
 
 pytestmark = pytest.mark.slow
 
-STEPS, PLANTED, CLIP = 5, 3, 0.05
+STEPS, PLANTED, CLIP = 4, 3, 0.05
 HALF = {"bf16": True, "optim": "adamw_torch_fused"}
 RUNS = {
     "plain": {},
