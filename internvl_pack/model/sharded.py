@@ -113,8 +113,8 @@ def _give_masters(parameters: Iterable[nn.Parameter], device: torch.device, comp
 def _compile_as_unsharded(packed: PackedModel) -> None:
     """Let the compiler take numbers of a layer (heads, width of a head) as constants, as in a model that is whole.
 
-    In modules that `fully_shard` has marked it takes them for symbols: tracing the tiny model took 33 s a rank, not 20.
-    The mark is for hooks within what is compiled; here they are around it.
+    In modules that `fully_shard` has marked it takes them for symbols, and tracing takes up to three times as long. The
+    mark is for hooks within what is compiled; here they are around it.
     """
     for module in packed.modules():
         vars(module).pop("_is_fsdp_managed_module", None)
