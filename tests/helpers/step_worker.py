@@ -49,7 +49,7 @@ def marks(trainer: Any) -> dict[str, str]:
 class Watch(TrainerCallback):
     def __init__(self, trainer: Any, planted_at: list[int] | None) -> None:
         self.trainer, self.steps = trainer, []
-        self.compiled: list[int] = []  # graphs before the first step, and after each
+        self.compiled: list[int] = []  # graphs before the first step, after each, and after the row at the end
         self.step, self.rank = planted_at or (None, None)
         compute_loss = trainer.compute_loss
 
@@ -85,11 +85,10 @@ def count_tiles(tiles: list[int], module: torch.nn.Module, args: tuple, kwargs: 
 def alone_and_packed(trainer: Any) -> tuple[list[float], list[float]]:
     """Losses of a row's targets by the model as it is wrapped: all samples at once, and each in a row of its own."""
     model = trainer.model_wrapped
-    model.eval()
+    model.train()  # and with gradients: compiled layers are those of the steps
     row = mixed_segments(trainer.processing_class)
-    with torch.no_grad():
-        packed = model(**packed_batch(row)).target_losses
-        alone = torch.cat([model(**packed_batch([segment])).target_losses for segment in row])
+    packed = model(**packed_batch(row)).target_losses
+    alone = torch.cat([model(**packed_batch([segment])).target_losses for segment in row])
     return alone.tolist(), packed.tolist()
 
 
@@ -144,6 +143,7 @@ def run_all(runs: list[dict[str, Any]]) -> None:
         }
         if run["row"]:
             seen["alone"], seen["packed"] = alone_and_packed(trainer)
+            watch.compiled.append(counters["stats"]["unique_graphs"])
         out = Path(trainer.args.output_dir) / f"rank{os.environ['RANK']}.json"
         out.write_text(json.dumps(seen), encoding="utf-8")
         numbers.clear()
