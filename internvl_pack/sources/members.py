@@ -161,6 +161,15 @@ def row_key(entries: Sequence[Entry]) -> str:
     return first.path[:-5] if f".{first.ending}".endswith(".json") else first.key
 
 
+def is_captioned(entries: Sequence[Entry]) -> bool:
+    """Whether they are images with a caption, which need no record if the dataset has a `caption`."""
+    return len(texts_of(entries)) == 1 and any(entry.is_image for entry in entries)
+
+
+def texts_of(entries: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.ending.rpartition(".")[2] == "txt"]
+
+
 def image_names(record: dict[str, Any]) -> list[str]:
     value = record.get("image")
     values = value if isinstance(value, list) else [value]

@@ -34,11 +34,13 @@ from .members import (
     Row,
     entry_of,
     image_names,
+    is_captioned,
     is_passed_over,
     members_of,
     read_entry,
     rows_of_key,
 )
+from .names import is_data_uri
 from .normalise import normalised
 from .parse import MAX_RECORD_BYTES, parse_record
 from .tar import BLOCK, LINKS_AND_DEVICES, DamagedHeaderError, Member, find_header, read_member, windowed
@@ -337,17 +339,18 @@ class _ShardScan:
         return found
 
     def _was_lost(self, row: Row) -> bool:
-        """Whether a row beside damage lacks what the damage took: its record, or an image that the record names."""
-        if row.status in (CUT, NO_RECORD):
-            return True
-        if row.status != OK:
-            return False
+        """Whether a row beside damage lacks what the damage took: its record or caption, or an image that is named."""
+        if row.status not in (OK, NO_RECORD):
+            return row.status == CUT
+        members = members_of(self.read, row.headers, self.stamp.size, row.key)
+        if row.status == NO_RECORD:
+            return not is_captioned(members)
         try:
-            members = members_of(self.read, row.headers, self.stamp.size, row.key)
             record = normalised(parse_record(self.read(members[0].offset, min(members[0].size, MAX_RECORD_BYTES))))
             resolver = MemberResolver(self.path, self.stamp, row.key, members[1:], image_names(record))
             for name in image_names(record):
-                resolver(name)
+                if not is_data_uri(name):  # the record holds it
+                    resolver(name)
         except SampleError as error:
             return error.reason == "image_missing"
         return False

@@ -31,6 +31,7 @@ from .members import (
     members_of,
     read_entry,
     row_key,
+    texts_of,
 )
 from .normalise import normalised
 from .parse import MAX_RECORD_BYTES, parse_record
@@ -197,7 +198,7 @@ class ShardSource(Source):
             seen.add(entry.ending)
         reason, text = REASONS[status]
         text = text.format(member=f"{blamed.path!r} at byte {blamed.header}")
-        if status == NO_RECORD and any(entry.ending.rpartition(".")[2] == "txt" for entry in entries):
+        if status == NO_RECORD and texts_of(entries):
             text += "; that of a caption in .txt is made by the dataset's 'caption' in the meta file"
         return SampleError(reason, text, f"{shard.path}:{row_key(entries)}@{headers[0]}")
 
@@ -260,7 +261,7 @@ def _reader(shard: _Shard) -> Reader:
 
 
 def _caption_among(members: Sequence[Entry], origin: str) -> Entry:
-    texts = [member for member in members if member.ending.rpartition(".")[2] == "txt"]
+    texts = texts_of(members)
     if len(texts) != 1:
         raise SampleError("record_missing", f"{len(texts)} .txt members with the caption; there must be one", origin)
     return texts[0]

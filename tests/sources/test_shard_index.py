@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import tracemalloc
 
@@ -50,3 +51,32 @@ def test_keys_of_one_hash_stay_apart(tmp_path, monkeypatch):
     found = scan_shard(path)
     assert all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in COLUMNS)
     assert len(found) == 6 and found.content == expected.content
+
+
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+WHOLE = {
+    "held by the record": [("json", json.dumps({"conversations": [], "image": [PICTURE, f" {PICTURE}"]}).encode())],
+    "with a caption": [("jpg", b"picture"), ("txt", b"A cat.")],
+}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("members", WHOLE.values(), ids=WHOLE)
+def test_samples_that_are_whole_beside_damage_are_delivered(members, damaged, tmp_path):
+    path = tmp_path / "shard.tar"
+    places = []
+    with tarfile.open(path, "w") as tar:
+        for key in "abc":
+            places.append(tar.offset)
+            for ending, data in members:
+                info = tarfile.TarInfo(f"{key}.{ending}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        end = tar.offset
+    content = path.read_bytes()[:end]  # without the end mark
+    path.write_bytes(content[: places[1]] + b"x" * 512 * damaged + content[places[1] :])
+    found = scan_shard(str(path))
+    assert len(found) == 3
+    assert [damage.reason for damage in found.damage] == ["shard_damaged"] * damaged
+    assert not any(damage.lost for damage in found.damage)
+    assert any("no end mark" in line for line in found.warnings)
