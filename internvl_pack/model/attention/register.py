@@ -105,6 +105,9 @@ def head_size_of(config: Mapping[str, Any]) -> int | None:
     """Of a language model, alone or within another, by its config.json; None where that leaves it to the class."""
     within = (config.get(name) for name in ("text_config", "llm_config"))
     text = next((found for found in within if found and isinstance(found, Mapping)), config)
+    plain, rotary = (text.get(f"qk_{part}_head_dim") for part in ("nope", "rope"))
+    if isinstance(plain, int) and isinstance(rotary, int):
+        return plain + rotary  # latent attention, whatever the width
     size, heads, width = (text.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         size = size or width // heads

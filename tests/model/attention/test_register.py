@@ -74,6 +74,9 @@ def test_float32_on_cuda_is_sdpa(cuda_like):
         select_kernel("varlen", "cuda", torch.float32)
 
 
+LATENT = {"hidden_size": 2048, "num_attention_heads": 20, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+
+
 @pytest.mark.parametrize(
     ("config", "head_size", "taken"),
     [
@@ -81,6 +84,8 @@ def test_float32_on_cuda_is_sdpa(cuda_like):
         ({"text_config": {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 256}}, 256, "varlen"),
         ({"llm_config": {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 288}}, 288, "sdpa"),
         ({"hidden_size": 840, "num_attention_heads": 14}, 60, "sdpa"),
+        (LATENT, 256, "varlen"),
+        (LATENT | {"qk_rope_head_dim": 60, "head_dim": 60}, 252, "sdpa"),
         ({"model_type": "of a class that says it"}, None, "varlen"),
         ({"hidden_size": 896, "num_attention_heads": "14"}, None, "varlen"),  # refused where it is loaded
         ({"llm_config": "qwen2"}, None, "varlen"),
