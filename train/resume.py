@@ -51,6 +51,9 @@ SCHEDULE = "schedule"  # in a checkpoint: packs_per_step and steps_ahead of the 
 def move_back(scheduler: Any, steps: int) -> bool:
     """Set a schedule, and the optimizer's learning rate by it, so many steps back; forward if negative.
 
+    At most to its first step, since rates of a place before it can be negative: skipped steps do not move a schedule,
+    which so can lie behind the steps that were made.
+
     Args:
         scheduler: of transformers, or of a DeepSpeed config.
 
@@ -62,7 +65,7 @@ def move_back(scheduler: Any, steps: int) -> bool:
     name = "last_epoch" if isinstance(scheduler, LambdaLR) else "last_batch_iteration"
     if name not in state:
         return False
-    scheduler.load_state_dict(state | {name: state[name] - steps - 1})
+    scheduler.load_state_dict(state | {name: max(state[name] - steps, 0) - 1})
     scheduler.step()  # the rate of a place is set on the way there
     return True
 

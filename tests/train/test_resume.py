@@ -207,6 +207,7 @@ def test_a_schedule_is_moved_with_the_rate_of_its_place(name):
     through = rates(range(20), {})
     assert rates(range(20), {4: 3}) == pytest.approx([*through[:5], *through[2:17]])
     assert rates(range(10), {6: -5}) == pytest.approx([*through[:7], *through[12:15]])
+    assert rates(range(6), {2: 9}) == pytest.approx([*through[:3], *through[:3]]), "at most to its begin"
 
 
 def test_a_schedule_by_held_out_data_stays_where_it_is():
