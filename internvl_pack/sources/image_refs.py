@@ -259,7 +259,7 @@ class DataRef(ReadsBytes):
         return f"data:{self.uri[5:45].partition(',')[0].partition(';')[0]} ({self.number})"
 
     def _read(self, limit: int | None) -> bytes:
-        uri = self.uri if "\n" not in self.uri else self.uri.replace("\n", "").replace("\r", "")  # as MIME writes it
+        uri = self.uri.replace("\n", "").replace("\r", "")  # as MIME writes it; the same string where there are none
         start = uri.find(",", 0, _MAX_MEDIA_TYPE) + 1
         size = len(uri) - start  # in characters, four for three bytes
         if not uri[:start].lower().endswith(";base64,"):

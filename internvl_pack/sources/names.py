@@ -31,7 +31,7 @@ def refuse_embedded(name: str) -> None:
     Raises:
         SampleError: `image_field`, it holds it.
     """
-    if len(name) >= 200 and _PICTURE_IN_BASE64.match(name):
+    if len(name) >= 200 and _PICTURE_IN_BASE64.match(name.lstrip(AROUND_URL)):
         raise SampleError(
             "image_field",
             f"the picture itself, text in base64 of {len(name)} characters, stands where its file's name is read: "

@@ -52,7 +52,7 @@ def test_a_name_that_nothing_resembles_has_no_hint(tmp_path):
 PICTURE = base64.b64encode(bytes(range(256)) * 40).decode()
 
 
-@pytest.mark.parametrize("name", [PICTURE, "/9j/" + PICTURE[:300]])
+@pytest.mark.parametrize("name", [PICTURE, "/9j/" + PICTURE[:300], "\n /9j/" + PICTURE[:300]])
 def test_a_picture_in_the_record_is_refused_in_a_short_line(tmp_path, name):
     members = MemberResolver("a.tar", Stamp(1, 1), "k", ())
     for resolve in (FolderResolver(str(tmp_path)), members):
