@@ -347,8 +347,9 @@ class _ShardScan:
             return not is_captioned(members)
         try:
             record = normalised(parse_record(self.read(members[0].offset, min(members[0].size, MAX_RECORD_BYTES))))
-            resolver = MemberResolver(self.path, self.stamp, row.key, members[1:], image_names(record))
-            for name in image_names(record):
+            names = image_names(record)
+            resolver = MemberResolver(self.path, self.stamp, row.key, members[1:], names)
+            for name in names:
                 if not is_data_uri(name):  # the record holds it
                     resolver(name)
         except SampleError as error:
